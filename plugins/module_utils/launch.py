@@ -1,0 +1,348 @@
+# Copyright: (c) 2026, the baremetal.kimi_k3 authors
+# GNU General Public License v3.0+ (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""From variables to the effective command of one rank: pure functions, no I/O.
+
+Words as vLLM uses them: a I(host) is one machine of the replica and runs one node rank; world size here is the number
+of hosts; a global rank is one GPU. Host r holds the global ranks [r * L, (r + 1) * L) with L = TP * PP / hosts, and a
+pipeline stage is the global rank divided by TP (vLLM 0.27 to 0.32, config/parallel.py).
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+import typing as t
+
+# Flags that differ between ranks by design; everything else must be equal on all of them.
+RANK_FLAGS = frozenset({"node-rank", "host", "port", "headless"})
+# Environment that names a host's own address, interface or devices.
+RANK_ENVIRONMENT = frozenset({"VLLM_HOST_IP", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA"})
+# Flags the role computes from the shape of the world; naming them in serve_args would contradict it.
+WORLD_FLAGS = frozenset(
+    {
+        "tensor-parallel-size",
+        "pipeline-parallel-size",
+        "nnodes",
+        "node-rank",
+        "master-addr",
+        "master-port",
+        "headless",
+        "host",
+        "port",
+        "served-model-name",
+        "model",
+        "api-key",
+    }
+)
+
+
+class LaunchError(ValueError):
+    """The variables contradict each other; the message is one sentence for the operator."""
+
+
+def parse_release(version: str) -> tuple[int, ...]:
+    """The numeric release of a version string: C(0.32.0+cpu) gives (0, 32, 0)."""
+    match = re.match(r"\s*v?(\d+(?:\.\d+)*)", str(version))
+    if not match:
+        raise LaunchError(f"'{version}' is no version number: expected something like 0.32.0.")
+    return tuple(int(part) for part in match.group(1).split("."))
+
+
+def rank_stages(rank: int, tensor_parallel: int, pipeline_parallel: int, hosts: int) -> list[int]:
+    """The pipeline stages that host number C(rank) holds, ascending.
+
+    Raises LaunchError when the shape does not divide over the hosts or the rank lies outside it.
+    """
+    for name, value in (
+        ("tensor parallel", tensor_parallel),
+        ("pipeline parallel", pipeline_parallel),
+        ("host", hosts),
+    ):
+        if value < 1:
+            raise LaunchError(f"The {name} count is {value}: it must be at least 1.")
+    world = tensor_parallel * pipeline_parallel
+    if world % hosts:
+        raise LaunchError(
+            f"Tensor parallel {tensor_parallel} times pipeline parallel {pipeline_parallel} is {world} GPUs, "
+            f"which does not divide over {hosts} hosts."
+        )
+    if not 0 <= rank < hosts:
+        raise LaunchError(f"Rank {rank} does not exist in a group of {hosts} hosts (0 to {hosts - 1}).")
+    local = world // hosts
+    return sorted({gpu // tensor_parallel for gpu in range(rank * local, (rank + 1) * local)})
+
+
+def applicable_environment(
+    environment: t.Mapping[str, t.Any], version: str, releases: t.Mapping[str, t.Mapping[str, str]]
+) -> dict[str, str]:
+    """The variables that this vLLM release knows, as strings.
+
+    C(releases) maps a variable to C(since) and C(before) (versions, either may be missing) or to C(only), a list of
+    exact version strings. vLLM warns of variables it does not know, and refuses them when told to validate.
+    A value of None leaves the variable out.
+    """
+    release = parse_release(version)
+    result = {}
+    for name, value in environment.items():
+        if value is None:
+            continue
+        known = releases.get(name, {})
+        if "only" in known and str(version) not in known["only"]:
+            continue
+        if "since" in known and release < parse_release(known["since"]):
+            continue
+        if "before" in known and release >= parse_release(known["before"]):
+            continue
+        result[name] = _word(value)
+    return result
+
+
+def _word(value: t.Any) -> str:
+    """One command-line or environment word: booleans as vLLM's environment reads them, mappings as JSON."""
+    if isinstance(value, bool):
+        return "1" if value else "0"
+    if isinstance(value, (dict, list)):
+        return json.dumps(value, separators=(",", ":"), sort_keys=False)
+    return str(value)
+
+
+def flag_words(args: t.Mapping[str, t.Any]) -> list[str]:
+    """A dictionary of flags as command-line words, in its order.
+
+    True gives the bare flag, False and None leave it out, a list gives the flag once followed by its items,
+    a mapping gives JSON, anything else its text.
+    """
+    words: list[str] = []
+    for name, value in args.items():
+        if value is None or value is False:
+            continue
+        words.append(f"--{name}")
+        if value is True:
+            continue
+        if isinstance(value, list):
+            words.extend(_word(item) for item in value)
+        else:
+            words.append(_word(value))
+    return words
+
+
+def normalise_flag(name: str) -> str:
+    """The name vLLM's parser knows: without leading dashes, words joined by dashes."""
+    return str(name).lstrip("-").replace("_", "-")
+
+
+def rank_flags(settings: t.Mapping[str, t.Any]) -> dict[str, t.Any]:
+    """All flags of one rank in order: name, shape of the world, then serve_args, then what only this rank has.
+
+    C(settings) are the keys of the filter P(baremetal.kimi_k3.rank_configuration#filter).
+    """
+    rank = int(settings["rank"])
+    flags: dict[str, t.Any] = {
+        "served-model-name": settings["model_name"],
+        "tensor-parallel-size": int(settings["tensor_parallel"]),
+        "pipeline-parallel-size": int(settings["pipeline_parallel"]),
+        "nnodes": len(settings["hosts"]),
+        "node-rank": rank,
+        "master-addr": settings["hosts"][0]["address"],
+        "master-port": int(settings["master_port"]),
+    }
+    for name, value in settings["args"].items():
+        flag = normalise_flag(name)
+        if flag in WORLD_FLAGS:
+            raise LaunchError(
+                f"serve_args names '{name}', which the role computes: set the serve_* variable for it instead."
+            )
+        flags[flag] = value
+    if rank == 0:
+        flags["host"] = settings["api_host"]
+        flags["port"] = int(settings["api_port"])
+    else:
+        flags["headless"] = True
+    return flags
+
+
+def rank_environment(settings: t.Mapping[str, t.Any]) -> dict[str, str]:
+    """The environment of one rank: what the release knows of C(environment), then what this host's place asks for.
+
+    A variable the operator set wins over the computed one of the same name.
+    """
+    asked = applicable_environment(settings["environment"], settings["engine_version"], settings["releases"])
+    computed = {
+        "VLLM_HOST_IP": settings["address"],
+        "GLOO_SOCKET_IFNAME": settings["interface"],
+        "NCCL_SOCKET_IFNAME": settings["interface"],
+    }
+    if settings["pipeline_layers"]:
+        computed["VLLM_PP_LAYER_PARTITION"] = ",".join(str(int(n)) for n in settings["pipeline_layers"])
+    return {**computed, **asked}
+
+
+def rank_configuration(settings: t.Mapping[str, t.Any]) -> dict[str, t.Any]:
+    """What the rank agent reads: the effective command and the map that must be equal on all ranks.
+
+    The environment goes into a file of its own, which systemd reads (C(rank_environment)).
+    """
+    flags = rank_flags(settings)
+    environment = rank_environment(settings)
+    identity = {f"engine.{name}": str(value) for name, value in settings["engine"].items() if value is not None}
+    identity["checkpoint"] = str(settings["checkpoint_identity"])
+    for name, value in flags.items():
+        if name not in RANK_FLAGS and value not in (None, False):
+            identity[f"argument.--{name}"] = " ".join(flag_words({name: value})[1:])
+    for name, value in environment.items():
+        if name not in RANK_ENVIRONMENT:
+            identity[f"environment.{name}"] = value
+    return {
+        "schema": 1,
+        "group": settings["group"],
+        "rank": int(settings["rank"]),
+        "world_size": len(settings["hosts"]),
+        "hosts": [
+            {"rank": index, "name": host["name"], "address": host["address"]}
+            for index, host in enumerate(settings["hosts"])
+        ],
+        "agent_port": int(settings["agent_port"]),
+        "argv": [f"{settings['venv']}/bin/vllm", "serve", settings["model"], *flag_words(flags)],
+        "identity": dict(sorted(identity.items())),
+        "api": {
+            "url": f"http://{_probe_host(settings['api_host'])}:{int(settings['api_port'])}",
+            "model": settings["model_name"],
+        },
+        "timeouts": {name: float(value) for name, value in settings["timeouts"].items()},
+        "restart_limit": int(settings["restart_limit"]),
+        "restart_window": float(settings["restart_window"]),
+        "gpu_wait": bool(settings["gpu_wait"]),
+    }
+
+
+def _probe_host(api_host: str) -> str:
+    """Where rank 0 reaches its own API: the wildcard addresses are answered on loopback."""
+    if api_host in ("0.0.0.0", ""):  # noqa: S104 - compared, not bound
+        return "127.0.0.1"
+    if api_host in ("::", "[::]"):
+        return "[::1]"
+    return f"[{api_host}]" if ":" in api_host and not api_host.startswith("[") else api_host
+
+
+def environment_file(environment: t.Mapping[str, str]) -> str:
+    """The text of a systemd EnvironmentFile. Raises LaunchError for a name or value that it cannot hold."""
+    lines = []
+    for name, value in sorted(environment.items()):
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise LaunchError(f"'{name}' in serve_environment is no name of an environment variable.")
+        if "\n" in value or "\0" in value:
+            raise LaunchError(f"The value of {name} in serve_environment spans lines: write it on one.")
+        quoted = value.replace("\\", "\\\\").replace('"', '\\"').replace("$", "\\$").replace("`", "\\`")
+        lines.append(f'{name}="{quoted}"\n')
+    return "".join(lines)
+
+
+def group_errors(shape: t.Mapping[str, t.Any]) -> list[str]:
+    """What is wrong with one replica as the inventory describes it: sentences, empty when all is well.
+
+    C(shape): C(group) (name), C(ranks) (host name to serve_rank or None), C(tensor_parallel), C(pipeline_parallel),
+    C(layers) (of the model), C(pipeline_layers) (per stage, may be empty).
+    """
+    group = shape["group"]
+    ranks: dict[str, t.Any] = dict(shape["ranks"])
+    if not ranks:
+        return [f"The group '{group}' (serve_group) has no host: put the hosts of the replica into it."]
+    errors = []
+    missing = sorted(host for host, rank in ranks.items() if rank is None)
+    for host in missing:
+        errors.append(f"serve_rank is not set for host {host}: give it a number from 0 to {len(ranks) - 1}.")
+    numbers: dict[int, list[str]] = {}
+    for host, rank in sorted(ranks.items()):
+        if rank is None:
+            continue
+        if isinstance(rank, bool) or not re.fullmatch(r"\d+", str(rank).strip()):
+            errors.append(f"serve_rank of host {host} is '{rank}': it must be a whole number from 0.")
+            continue
+        numbers.setdefault(int(rank), []).append(host)
+    for rank, hosts in sorted(numbers.items()):
+        if len(hosts) > 1:
+            errors.append(
+                f"serve_rank {rank} is set for {' and '.join(hosts)} in group '{group}': each rank belongs to one host."
+            )
+    if not errors:
+        gap = sorted(set(range(len(ranks))) - set(numbers))
+        if gap:
+            beyond = ", ".join(f"{numbers[n][0]} has {n}" for n in sorted(set(numbers) - set(range(len(ranks)))))
+            errors.append(
+                f"No host of group '{group}' has serve_rank {', '.join(map(str, gap))} ({beyond}): "
+                f"{len(ranks)} hosts take the ranks 0 to {len(ranks) - 1}."
+            )
+    errors.extend(_shape_errors(shape, len(ranks)))
+    return errors
+
+
+def _shape_errors(shape: t.Mapping[str, t.Any], hosts: int) -> list[str]:
+    tensor, pipeline = _whole(shape["tensor_parallel"]), _whole(shape["pipeline_parallel"])
+    errors = []
+    for name, value, given in (
+        ("serve_tensor_parallel_size", tensor, shape["tensor_parallel"]),
+        ("serve_pipeline_parallel_size", pipeline, shape["pipeline_parallel"]),
+    ):
+        if value is None or value < 1:
+            errors.append(f"{name} is '{given}': it must be a whole number of at least 1.")
+    if errors or tensor is None or pipeline is None:
+        return errors
+    world = tensor * pipeline
+    if world % hosts or (world // hosts) < 1:
+        errors.append(
+            f"serve_tensor_parallel_size {tensor} times serve_pipeline_parallel_size {pipeline} is {world} GPUs, "
+            f"which does not divide over the {hosts} hosts of group '{shape['group']}'."
+        )
+    layers, wanted = list(shape["pipeline_layers"] or []), _whole(shape["layers"])
+    if layers:
+        counts = [_whole(n) for n in layers]
+        if any(n is None or n < 1 for n in counts):
+            errors.append(f"serve_pipeline_layers is {layers}: it must list one whole number per pipeline stage.")
+        elif len(layers) != pipeline:
+            errors.append(
+                f"serve_pipeline_layers names {len(layers)} stages, but serve_pipeline_parallel_size is {pipeline}."
+            )
+        elif wanted is not None and sum(n for n in counts if n) != wanted:
+            errors.append(
+                f"serve_pipeline_layers {layers} sums to {sum(n for n in counts if n)}, "
+                f"but the model has {wanted} layers (serve_layers)."
+            )
+    return errors
+
+
+def _whole(value: t.Any) -> int | None:
+    if isinstance(value, bool) or not re.fullmatch(r"\d+", str(value).strip()):
+        return None
+    return int(value)
+
+
+def unknown_variables(names: t.Iterable[str], known: t.Mapping[str, t.Iterable[str]]) -> list[str]:
+    """Sentences for names that begin like a role's variables but are none of them.
+
+    C(known) maps a role to its public variables. Names in C(names) that start with C(<role>_) and are not public there
+    are misspelt, or belong to another release: a role would silently ignore them.
+    """
+    everything = sorted({name for role in known.values() for name in role})
+    sentences = []
+    for name in sorted(set(names)):
+        role = next((role for role in known if name.startswith(f"{role}_")), None)
+        if role is None or name in everything:
+            continue
+        close = difflib.get_close_matches(name, everything, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"see the README of role {role}."
+        sentences.append(f"'{name}' is no variable of role {role}: {hint}")
+    return sentences
+
+
+def identity_differences(identities: t.Mapping[str, t.Mapping[str, str]]) -> list[str]:
+    """Per key that is not equal on all hosts one sentence with each host's value."""
+    keys = sorted({key for identity in identities.values() for key in identity})
+    sentences = []
+    for key in keys:
+        values = {host: identity.get(key) for host, identity in identities.items()}
+        if len(set(values.values())) > 1:
+            told = ", ".join(f"{host} has {'none' if v is None else v}" for host, v in sorted(values.items()))
+            sentences.append(f"{key} differs between the hosts: {told}.")
+    return sentences
