@@ -1,0 +1,11 @@
+# Copyright: (c) 2026, the baremetal.kimi_k3 authors
+# GNU General Public License v3.0+ (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""The lab is no package: its modules are found by their folder."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "molecule" / "lab"))
