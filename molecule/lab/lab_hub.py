@@ -72,6 +72,7 @@ import json
 import secrets
 import signal
 import socket
+import socketserver
 import struct
 import termios
 import threading
@@ -381,6 +382,11 @@ class _Server(ThreadingHTTPServer):
     def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler], hub: Hub) -> None:
         self.hub = hub
         super().__init__(address, handler)
+
+    def server_bind(self) -> None:
+        """Bind without asking a name server who this machine is, as HTTPServer does: that may hang."""
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that goes away is no news; the log of requests says what it got."""
