@@ -33,6 +33,7 @@ class FilterModule:
     def filters(self) -> dict[str, t.Callable[..., t.Any]]:
         return {
             "rank_stages": _told(rank_stages),
+            "hosts_by_rank": _told(launch.hosts_by_rank),
             "rank_configuration": _told(launch.rank_configuration),
             "rank_environment": _told(launch.rank_environment),
             "environment_file": _told(launch.environment_file),

@@ -74,6 +74,12 @@ def rank_stages(rank: int, tensor_parallel: int, pipeline_parallel: int, hosts: 
     return sorted({gpu // tensor_parallel for gpu in range(rank * local, (rank + 1) * local)})
 
 
+def hosts_by_rank(hosts: t.Iterable[str], variables: t.Mapping[str, t.Mapping[str, t.Any]]) -> list[str]:
+    """The hosts in the order of their serve_rank; C(variables) maps a host to its variables."""
+    ranks = {host: variables[host].get("serve_rank") for host in hosts}
+    return sorted((host for host, rank in ranks.items() if rank is not None), key=lambda host: int(ranks[host]))
+
+
 def applicable_environment(
     environment: t.Mapping[str, t.Any], version: str, releases: t.Mapping[str, t.Mapping[str, str]]
 ) -> dict[str, str]:

@@ -1,0 +1,195 @@
+# Copyright: (c) 2026, the baremetal.kimi_k3 authors
+# GNU General Public License v3.0+ (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+from __future__ import annotations
+
+import pytest
+from ansible_collections.baremetal.kimi_k3.plugins.module_utils import launch
+
+
+def shape(**changes):
+    base = {
+        "group": "kimi_k3",
+        "ranks": {"a": 0, "b": 1},
+        "tensor_parallel": 8,
+        "pipeline_parallel": 2,
+        "layers": 93,
+        "pipeline_layers": [47, 46],
+    }
+    return {**base, **changes}
+
+
+def settings(**changes):
+    base = {
+        "group": "kimi_k3",
+        "rank": 0,
+        "hosts": [{"name": "a", "address": "10.0.0.11"}, {"name": "b", "address": "10.0.0.12"}],
+        "address": "10.0.0.11",
+        "interface": "eno1",
+        "tensor_parallel": 8,
+        "pipeline_parallel": 2,
+        "pipeline_layers": [47, 46],
+        "master_port": 29501,
+        "agent_port": 29500,
+        "api_host": "0.0.0.0",
+        "api_port": 8000,
+        "model": "/models/Kimi-K3",
+        "model_name": "kimi-k3",
+        "venv": "/opt/venv",
+        "args": {"max-model-len": 49152},
+        "environment": {},
+        "releases": {},
+        "engine_version": "0.32.0",
+        "engine": {"vllm": "0.32.0", "lock": "abc", "flashinfer-python": None},
+        "checkpoint_identity": "def",
+        "timeouts": {"peer": "10"},
+        "restart_limit": 5,
+        "restart_window": 3600,
+        "gpu_wait": True,
+    }
+    return {**base, **changes}
+
+
+@pytest.mark.parametrize(
+    ("rank", "tensor", "pipeline", "hosts", "expected"),
+    [
+        (0, 8, 2, 2, [0]),
+        (1, 8, 2, 2, [1]),
+        (0, 8, 2, 1, [0, 1]),
+        (2, 8, 2, 4, [1]),
+        (0, 16, 1, 2, [0]),
+        (1, 16, 1, 2, [0]),
+        (1, 4, 4, 2, [2, 3]),
+    ],
+)
+def test_rank_stages(rank, tensor, pipeline, hosts, expected):
+    assert launch.rank_stages(rank, tensor, pipeline, hosts) == expected
+
+
+@pytest.mark.parametrize(
+    ("rank", "tensor", "pipeline", "hosts"), [(0, 8, 2, 3), (2, 8, 2, 2), (0, 0, 2, 2), (-1, 8, 2, 2)]
+)
+def test_rank_stages_refuses(rank, tensor, pipeline, hosts):
+    with pytest.raises(launch.LaunchError):
+        launch.rank_stages(rank, tensor, pipeline, hosts)
+
+
+def test_a_right_group_has_no_errors():
+    assert launch.group_errors(shape()) == []
+    assert launch.group_errors(shape(ranks={"a": "1", "b": "0"}, pipeline_layers=[])) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"ranks": {}}, "has no host"),
+        ({"ranks": {"a": 0, "b": 0}}, "serve_rank 0 is set for a and b in group 'kimi_k3'"),
+        ({"ranks": {"a": 0, "b": None}}, "serve_rank is not set for host b"),
+        ({"ranks": {"a": 0, "b": 2}}, "has serve_rank 1 (b has 2)"),
+        ({"ranks": {"a": 0, "b": "one"}}, "serve_rank of host b is 'one'"),
+        ({"ranks": {"a": 0, "b": -1}}, "serve_rank of host b is '-1'"),
+        ({"ranks": {"a": 0, "b": True}}, "serve_rank of host b is 'True'"),
+        ({"ranks": {"a": 0, "b": 1, "c": 2}}, "16 GPUs, which does not divide over the 3 hosts"),
+        ({"tensor_parallel": 0}, "serve_tensor_parallel_size is '0'"),
+        ({"pipeline_layers": [47, 47]}, "sums to 94, but the model has 93 layers"),
+        ({"pipeline_layers": [93]}, "names 1 stages, but serve_pipeline_parallel_size is 2"),
+        ({"pipeline_layers": [47, "x"]}, "one whole number per pipeline stage"),
+    ],
+)
+def test_group_errors_names_the_mistake(changes, expected):
+    errors = launch.group_errors(shape(**changes))
+    assert len(errors) == 1
+    assert expected in errors[0]
+
+
+def test_unknown_variables_are_named_with_what_was_meant():
+    known = {"serve": ["serve_rank", "serve_model"], "vllm": ["vllm_lock"]}
+    names = ["serve_rank", "serve_modle", "ansible_host", "vllm_zzzzzz", "__serve_x"]
+    assert launch.unknown_variables(names, known) == [
+        "'serve_modle' is no variable of role serve: did you mean serve_model?",
+        "'vllm_zzzzzz' is no variable of role vllm: see the README of role vllm.",
+    ]
+
+
+def test_hosts_come_in_the_order_of_their_ranks():
+    assert launch.hosts_by_rank(["b", "a", "c"], {"a": {"serve_rank": "10"}, "b": {"serve_rank": 2}, "c": {}}) == [
+        "b",
+        "a",
+    ]
+
+
+def test_environment_knows_releases():
+    releases = {"ONLY": {"only": ["kimi-k3"]}, "LATE": {"since": "0.28.0"}, "EARLY": {"before": "0.28"}}
+    asked = {"ONLY": 0, "LATE": True, "EARLY": "x", "ALWAYS": False, "LEFT_OUT": None}
+    assert launch.applicable_environment(asked, "0.32.0+cpu", releases) == {"LATE": "1", "ALWAYS": "0"}
+    assert launch.applicable_environment(asked, "0.27.1", releases) == {"EARLY": "x", "ALWAYS": "0"}
+
+
+def test_flag_words():
+    flags = {"a": True, "b": False, "c": None, "d": [1, "x"], "e": {"k": [1, 2], "l": "m"}, "f": 0.9}
+    assert launch.flag_words(flags) == ["--a", "--d", "1", "x", "--e", '{"k":[1,2],"l":"m"}', "--f", "0.9"]
+
+
+@pytest.mark.parametrize("name", ["node-rank", "--master_addr", "headless", "api-key", "pipeline_parallel_size"])
+def test_computed_flags_cannot_be_named(name):
+    with pytest.raises(launch.LaunchError, match="which the role computes"):
+        launch.rank_flags(settings(args={name: 1}))
+
+
+def test_identity_leaves_out_what_belongs_to_a_rank():
+    first = launch.rank_configuration(settings())
+    second = launch.rank_configuration(settings(rank=1, address="10.0.0.12", interface="eno2", model="/other/path"))
+    assert first["identity"] == second["identity"]
+    assert first["identity"] == {
+        "argument.--master-addr": "10.0.0.11",
+        "argument.--master-port": "29501",
+        "argument.--max-model-len": "49152",
+        "argument.--nnodes": "2",
+        "argument.--pipeline-parallel-size": "2",
+        "argument.--served-model-name": "kimi-k3",
+        "argument.--tensor-parallel-size": "8",
+        "checkpoint": "def",
+        "engine.lock": "abc",
+        "engine.vllm": "0.32.0",
+        "environment.VLLM_PP_LAYER_PARTITION": "47,46",
+    }
+
+
+def test_differences_name_the_key_and_every_host():
+    told = launch.identity_differences({"a": {"x": "1", "y": "2"}, "b": {"x": "1", "y": "3"}, "c": {"x": "1"}})
+    assert told == ["y differs between the hosts: a has 2, b has 3, c has none."]
+
+
+def test_the_operators_environment_wins():
+    environment = launch.rank_environment(settings(environment={"GLOO_SOCKET_IFNAME": "ib0"}))
+    assert environment == {
+        "VLLM_HOST_IP": "10.0.0.11",
+        "GLOO_SOCKET_IFNAME": "ib0",
+        "NCCL_SOCKET_IFNAME": "eno1",
+        "VLLM_PP_LAYER_PARTITION": "47,46",
+    }
+
+
+@pytest.mark.parametrize(
+    ("api_host", "expected"),
+    [("0.0.0.0", "127.0.0.1"), ("::", "[::1]"), ("10.0.0.11", "10.0.0.11"), ("fd00::1", "[fd00::1]")],
+)
+def test_the_probe_asks_where_the_api_listens(api_host, expected):
+    assert launch.rank_configuration(settings(api_host=api_host))["api"]["url"] == f"http://{expected}:8000"
+
+
+def test_environment_file_is_quoted_for_systemd():
+    text = launch.environment_file({"B": 'say "$HOME" \\ `x`', "A": "1"})
+    assert text == 'A="1"\nB="say \\"\\$HOME\\" \\\\ \\`x\\`"\n'
+
+
+@pytest.mark.parametrize("environment", [{"A B": "1"}, {"A": "1\n2"}, {"1A": ""}])
+def test_environment_file_refuses_what_it_cannot_hold(environment):
+    with pytest.raises(launch.LaunchError):
+        launch.environment_file(environment)
+
+
+@pytest.mark.parametrize("version", ["", "main", "kimi"])
+def test_a_version_without_numbers_is_refused(version):
+    with pytest.raises(launch.LaunchError, match="no version number"):
+        launch.parse_release(version)
