@@ -1,0 +1,277 @@
+# Copyright: (c) 2026, the baremetal.kimi_k3 authors
+# GNU General Public License v3.0+ (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""Every check of the project, each by its name, or all of them.
+
+    checks.py all               what `make test` runs
+    checks.py lint              the quick ones
+    checks.py units sanity      some by name
+    checks.py --list
+
+A check writes its full output to .cache/logs/<name>.log and passes when every command in it does. The closing line
+counts checks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+import typing as t
+from pathlib import Path
+
+import bootstrap
+
+ROOT = Path(__file__).resolve().parents[2]
+CACHE = ROOT / ".cache"
+LOGS = CACHE / "logs"
+BIN = Path(sys.executable).parent
+LAB = ROOT / "molecule" / "lab" / "lab.py"
+INVENTORY = ROOT / "inventory" / "lab" / "hosts.yml"
+COLLECTION = ("baremetal", "kimi_k3")
+SCENARIOS = ["vllm", "checkpoint", "serve", "default"]
+NO_OP_REMOTE_TASKS = 30
+
+Check = t.Callable[["Log"], None]
+
+
+class CheckError(Exception):
+    """One sentence on what did not hold."""
+
+
+class Log:
+    """Runs the commands of one check and keeps what they print."""
+
+    def __init__(self, name: str) -> None:
+        LOGS.mkdir(parents=True, exist_ok=True)
+        self.path = LOGS / f"{name}.log"
+        self.path.write_text("", encoding="utf-8")
+
+    def run(self, *words: str | Path, cwd: Path = ROOT, env: dict[str, str] | None = None, expect: int = 0) -> str:
+        """The output of a command; fails the check unless it exits as expected."""
+        command = [str(word) for word in words]
+        environment = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", "ANSIBLE_FORCE_COLOR": "0", **(env or {})}
+        with self.path.open("a", encoding="utf-8") as log:
+            log.write(f"$ {' '.join(command)}\n")
+            log.flush()
+            start = log.tell()
+            run = subprocess.run(
+                command, cwd=cwd, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL, check=False
+            )
+        output = self.path.read_bytes()[start:].decode("utf-8", "replace")
+        if run.returncode != expect:
+            raise CheckError(f"'{' '.join(command)}' exited {run.returncode}, not {expect}")
+        return output
+
+    def say(self, text: str) -> None:
+        with self.path.open("a", encoding="utf-8") as log:
+            log.write(f"{text}\n")
+
+
+def collections(parent: Path = ROOT / ".collections") -> dict[str, str]:
+    return {"ANSIBLE_COLLECTIONS_PATH": str(parent)}
+
+
+def make_tree(log: Log) -> Path:
+    """A real copy, below ansible_collections/, of the files git would take: what ansible-test and the build want."""
+    tree = CACHE / "tree" / "ansible_collections" / COLLECTION[0] / COLLECTION[1]
+    shutil.rmtree(CACHE / "tree", ignore_errors=True)
+    tree.mkdir(parents=True)
+    listed = log.run("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard").split("\0")
+    for name in filter(None, listed):
+        source, target = ROOT / name, tree / name
+        if name.startswith(".collections/") or not source.is_file():
+            continue
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(source, target)
+    # Without a repository of its own the copy, which git ignores here, looks empty to ansible-test.
+    log.run("git", "init", "--quiet", cwd=tree)
+    return tree
+
+
+def yamllint(log: Log) -> None:
+    log.run("yamllint", "--strict", ".")
+
+
+def ruff(log: Log) -> None:
+    log.run("ruff", "check", "--no-cache", ".")
+    log.run("ruff", "format", "--no-cache", "--check", ".")
+
+
+def ansible_lint(log: Log) -> None:
+    log.run("ansible-lint", "--offline", "--strict", env=collections())
+
+
+def readmes(log: Log) -> None:
+    log.run(sys.executable, ROOT / "tests" / "tools" / "readmes.py")
+
+
+def docs(log: Log) -> None:
+    log.run("antsibull-docs", "lint-collection-docs", "--plugin-docs", "--validate-collection-refs=self", ".")
+
+
+def changelog(log: Log) -> None:
+    log.run("antsibull-changelog", "lint")
+
+
+def sanity(log: Log) -> None:
+    """ansible-test sanity with empty ignore files, on the Python that runs this."""
+    ignored = [path for path in (ROOT / "tests" / "sanity").glob("ignore-*.txt") if path.read_text().strip()]
+    if ignored:
+        raise CheckError(f"{ignored[0].name} is not empty")
+    tree = make_tree(log)
+    seed_pip_bootstrap(log)
+    python = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    output = log.run("ansible-test", "sanity", "--python", python, "--color", "no", cwd=tree)
+    # Exit status 0 with no file seen is how ansible-test says that it did not find the collection.
+    if output.count("Running sanity test") < 20 or "All targets skipped" in output:
+        raise CheckError("ansible-test saw no files")
+
+
+def seed_pip_bootstrap(log: Log) -> None:
+    """ansible-test fetches a script that installs pip unless it finds one; the interpreter's bundled pip serves."""
+    source = log.run(
+        sys.executable,
+        "-c",
+        "import ansible_test._internal.python_requirements as m, pathlib; print(pathlib.Path(m.__file__).read_text())",
+    )
+    cache = Path("~/.ansible/test/cache").expanduser()
+    cache.mkdir(parents=True, exist_ok=True)
+    for found in set(re.findall(r"pip_version = '([\d.]+)'", source)) | {"25.2"}:
+        script = cache / f"get_pip_{found.replace('.', '_')}.py"
+        if not script.exists():
+            script.write_text("import ensurepip\n\nensurepip.bootstrap(upgrade=True)\n", encoding="utf-8")
+
+
+def units(log: Log) -> None:
+    log.run(sys.executable, "-m", "pytest", "-n", "2", "-q", "tests/unit", env=collections())
+
+
+def units_oldest(log: Log) -> None:
+    """The same units on the oldest ansible-core that meta/runtime.yml promises."""
+    folder = ROOT / ".venv-oldest"
+    bootstrap.environment(folder, ROOT / "requirements-oldest.txt", wanted=(3, 13))
+    path = {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}"}
+    log.run(folder / "bin" / "python", "-m", "pytest", "-n", "2", "-q", "tests/unit", env={**collections(), **path})
+
+
+def build(log: Log) -> None:
+    """The tarball, as Galaxy would take it, installed into an empty path and used from there."""
+    tree, target = make_tree(log), CACHE / "build"
+    shutil.rmtree(target, ignore_errors=True)
+    target.mkdir(parents=True)
+    log.run("ansible-galaxy", "collection", "build", "--force", "--output-path", target, ".", cwd=tree)
+    tarball = next(target.glob("*.tar.gz"))
+    config = target / "importer.cfg"
+    config.write_text(
+        "[galaxy-importer]\nREQUIRE_V1_OR_GREATER = True\nCHECK_REQUIRED_TAGS = True\nRUN_FLAKE8 = False\n",
+        encoding="utf-8",
+    )
+    output = log.run(
+        sys.executable, "-m", "galaxy_importer.main", tarball, cwd=target, env={"GALAXY_IMPORTER_CONFIG": str(config)}
+    )
+    if "ERROR" in output:
+        raise CheckError("galaxy-importer told an error")
+    installed = CACHE / "installed"
+    shutil.rmtree(installed, ignore_errors=True)
+    log.run("ansible-galaxy", "collection", "install", tarball, "-p", installed, cwd=target)
+    example = ROOT / "inventory" / "example"
+    log.run(
+        "ansible-playbook",
+        "baremetal.kimi_k3.site",
+        "--syntax-check",
+        "-i",
+        example,
+        cwd=target,
+        env=collections(installed),
+    )
+    log.run("ansible-playbook", "baremetal.kimi_k3.validate", "-i", example, cwd=target, env=collections(installed))
+
+
+def lab(log: Log) -> None:
+    log.run(sys.executable, LAB, "up")
+
+
+def molecule(scenario: str) -> Check:
+    def check(log: Log) -> None:
+        told = log.path.with_suffix(".ansible.log")
+        told.unlink(missing_ok=True)
+        log.run("molecule", "test", "--scenario-name", scenario, env={**collections(), "ANSIBLE_LOG_PATH": str(told)})
+        no_deprecations(told)
+
+    return check
+
+
+def no_deprecations(path: Path) -> None:
+    """ansible-core has no switch that makes a deprecation an error."""
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    found = re.search(r"\[DEPRECATION WARNING\].*", text)
+    if found:
+        raise CheckError(f"{path.name}: {found.group(0)}")
+
+
+CHECKS: dict[str, Check] = {
+    "yamllint": yamllint,
+    "ruff": ruff,
+    "readmes": readmes,
+    "changelog": changelog,
+    "docs": docs,
+    "ansible-lint": ansible_lint,
+    "units": units,
+    "units-oldest": units_oldest,
+    "sanity": sanity,
+    "build": build,
+    "lab": lab,
+    **{f"molecule-{name}": molecule(name) for name in SCENARIOS},
+}
+GROUPS = {
+    "all": list(CHECKS),
+    "lint": ["yamllint", "ruff", "readmes", "changelog", "docs", "ansible-lint"],
+    "molecule": ["lab", *[f"molecule-{name}" for name in SCENARIOS]],
+}
+
+
+def perform(name: str) -> str | None:
+    """Run one check; what did not hold, or None."""
+    log, start = Log(name), time.monotonic()
+    try:
+        CHECKS[name](log)
+        failure = None
+    except CheckError as error:
+        failure = str(error)
+    except OSError as error:
+        failure = f"{type(error).__name__}: {error}"
+    print(f"{'ok  ' if failure is None else 'FAIL'} {name:<20} {time.monotonic() - start:6.1f} s", flush=True)
+    if failure is not None:
+        tail = log.path.read_text(encoding="utf-8", errors="replace").splitlines()[-120:]
+        print("\n".join([f"     {failure}", f"     all of it: {log.path.relative_to(ROOT)}", *tail]), flush=True)
+    return failure
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", default=["all"], metavar="CHECK")
+    parser.add_argument("--list", action="store_true", help="name the checks and groups")
+    options = parser.parse_args()
+    if options.list:
+        print(json.dumps({"checks": list(CHECKS), "groups": GROUPS}, indent=2))
+        return 0
+    names: list[str] = []
+    for name in options.names:
+        if name not in CHECKS and name not in GROUPS:
+            parser.error(f"no check '{name}': see --list")
+        names += [part for part in GROUPS.get(name, [name]) if part not in names]
+    failures = [failure for failure in map(perform, names) if failure is not None]
+    if names == GROUPS["all"] and not failures and LAB.exists():
+        subprocess.run([sys.executable, str(LAB), "down"], check=False)
+    print(f"{len(names) - len(failures)} passed, {len(failures)} failed", flush=True)
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
