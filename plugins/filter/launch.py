@@ -38,6 +38,7 @@ class FilterModule:
             "rank_environment": _told(launch.rank_environment),
             "environment_file": _told(launch.environment_file),
             "group_errors": _told(launch.group_errors),
+            "launch_errors": _told(launch.launch_errors),
             "unknown_variables": _told(launch.unknown_variables),
             "identity_differences": _told(launch.identity_differences),
         }

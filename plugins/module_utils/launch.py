@@ -139,6 +139,21 @@ def normalise_flag(name: str) -> str:
     return str(name).lstrip("-").replace("_", "-")
 
 
+def launch_errors(args: t.Mapping[str, t.Any], environment: t.Mapping[str, t.Any]) -> list[str]:
+    """What cannot be given to vLLM as it stands: flags the role computes, and what no environment file can hold."""
+    errors = [
+        f"serve_args names '{name}', which the role computes: set the serve_* variable for it instead."
+        for name in args
+        if normalise_flag(name) in WORLD_FLAGS
+    ]
+    for name, value in environment.items():
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", str(name)):
+            errors.append(f"'{name}' in serve_environment is no name of an environment variable.")
+        elif re.search(r"[\n\r\0]", _word(value)):
+            errors.append(f"The value of {name} in serve_environment spans lines: write it on one.")
+    return errors
+
+
 def rank_flags(settings: t.Mapping[str, t.Any]) -> dict[str, t.Any]:
     """All flags of one rank in order: name, shape of the world, then serve_args, then what only this rank has.
 
@@ -155,12 +170,7 @@ def rank_flags(settings: t.Mapping[str, t.Any]) -> dict[str, t.Any]:
         "master-port": int(settings["master_port"]),
     }
     for name, value in settings["args"].items():
-        flag = normalise_flag(name)
-        if flag in WORLD_FLAGS:
-            raise LaunchError(
-                f"serve_args names '{name}', which the role computes: set the serve_* variable for it instead."
-            )
-        flags[flag] = value
+        flags[normalise_flag(name)] = value
     if rank == 0:
         flags["host"] = settings["api_host"]
         flags["port"] = int(settings["api_port"])
@@ -233,13 +243,9 @@ def _probe_host(api_host: str) -> str:
 
 
 def environment_file(environment: t.Mapping[str, str]) -> str:
-    """The text of a systemd EnvironmentFile. Raises LaunchError for a name or value that it cannot hold."""
+    """The text of a systemd EnvironmentFile; what it cannot hold is C(launch_errors)'s to find."""
     lines = []
     for name, value in sorted(environment.items()):
-        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-            raise LaunchError(f"'{name}' in serve_environment is no name of an environment variable.")
-        if "\n" in value or "\0" in value:
-            raise LaunchError(f"The value of {name} in serve_environment spans lines: write it on one.")
         quoted = value.replace("\\", "\\\\").replace('"', '\\"').replace("$", "\\$").replace("`", "\\`")
         lines.append(f'{name}="{quoted}"\n')
     return "".join(lines)
