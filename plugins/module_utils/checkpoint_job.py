@@ -1,0 +1,596 @@
+# Copyright: (c) 2026, the baremetal.kimi_k3 authors
+# GNU General Public License v3.0+ (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""Bring a directory to hold one revision of a checkpoint, whole or one stage of it, and prove that it does.
+
+Everything a run learns is kept in C(.kimi-k3/) beside the files: the listing and the index of the pinned revision
+(which never change), the plan made from them, and the receipts. A later run that finds all of it in place needs neither
+the network nor the bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ansible_collections.baremetal.kimi_k3.plugins.module_utils import checkpoint_plan as planning
+from ansible_collections.baremetal.kimi_k3.plugins.module_utils import fetch
+from ansible_collections.baremetal.kimi_k3.plugins.module_utils.checkpoint_plan import INDEX_NAME, Selection
+from ansible_collections.baremetal.kimi_k3.plugins.module_utils.hub import Hub, HubError
+from ansible_collections.baremetal.kimi_k3.plugins.module_utils.listing import (
+    PRIVATE_DIR,
+    SUMMARY_NAME,
+    Digest,
+    Entry,
+    ListingError,
+    parse_stored,
+)
+from ansible_collections.baremetal.kimi_k3.plugins.module_utils.receipts import (
+    ChangedError,
+    Receipts,
+    StoppedError,
+    hash_files,
+)
+from ansible_collections.baremetal.kimi_k3.plugins.module_utils.safetensors_header import StructureError, check_file
+from ansible_collections.baremetal.kimi_k3.plugins.module_utils.storage import (
+    Lock,
+    StorageError,
+    check_filesystem,
+    locked,
+    make_dirs,
+    read_json,
+    utc_now,
+    why_no_room,
+    write_atomic,
+    write_json,
+)
+
+SCHEMA = 1
+_CONFIG_NAME = "config.json"
+_SAFETENSORS = ".safetensors"
+
+# What a run may fail with, each with a text that says what to do.
+ERRORS = (
+    planning.PlanError,
+    ListingError,
+    HubError,
+    fetch.FetchError,
+    StorageError,
+    ChangedError,
+    StructureError,
+)
+
+
+@dataclass
+class Request:
+    """What to hold, where, and how to get it."""
+
+    repository: str
+    revision: str
+    dest: str
+    scope: str
+    pipeline_layers: Sequence[int]
+    stages: Sequence[int]
+    language_model_only: bool
+    hub: Hub
+    layers: int | None = None
+    verify: str = "receipt"
+    options: fetch.Options = field(default_factory=fetch.Options)
+    lock_timeout: float = 0.0
+    allow_tmpfs: bool = False
+    check: bool = False
+    stop: threading.Event = field(default_factory=threading.Event)
+
+
+@dataclass
+class Plan:
+    """The files to hold and what their sum is called."""
+
+    inputs: dict[str, Any]
+    entries: list[Entry]
+    summary: dict[str, Any]
+    plan_digest: str
+    identity_digest: str
+    warnings: list[str]
+    index: Entry | None = None  # the index at the top of the directory, as written
+
+    @property
+    def size(self) -> int:
+        return sum(entry.size for entry in self.entries)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "schema": SCHEMA,
+            "inputs": self.inputs,
+            "summary": self.summary,
+            "plan_digest": self.plan_digest,
+            "identity_digest": self.identity_digest,
+            "warnings": self.warnings,
+            "index": self.index.as_dict() if self.index else None,
+            "files": [entry.as_dict() for entry in self.entries],
+        }
+
+    @classmethod
+    def stored(cls, path: str) -> Plan | None:
+        value = read_json(path)
+        try:
+            if value["schema"] != SCHEMA:
+                return None
+            return cls(
+                inputs=value["inputs"],
+                entries=parse_stored(value["files"]),
+                summary=value["summary"],
+                plan_digest=value["plan_digest"],
+                identity_digest=value["identity_digest"],
+                warnings=value["warnings"],
+                index=parse_stored([value["index"]])[0] if value["index"] else None,
+            )
+        except (KeyError, TypeError, ListingError):
+            return None
+
+
+@dataclass
+class Outcome:
+    """What a run found and did, or in check mode would do."""
+
+    plan: Plan
+    changed: bool
+    fetch: list[str] = field(default_factory=list)
+    fetched_bytes: int = 0
+    resumed_bytes: int = 0
+    hashed: list[str] = field(default_factory=list)
+    replaced: list[str] = field(default_factory=list)
+    verified: str = ""
+    before: dict[str, Any] = field(default_factory=dict)
+    after: dict[str, Any] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+
+
+class Checkpoint:
+    """One destination."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._dest = os.path.abspath(request.dest)
+        self._private = os.path.join(self._dest, PRIVATE_DIR)
+        self._index_path = self._own(INDEX_NAME)
+        self._receipts = Receipts(self._own("receipts.json"))
+        self._progress = fetch.Progress()
+        self._hashed: set[str] = set()
+        self._early: list[Entry] = []  # fetched before there was a plan
+        self._warnings: list[str] = []
+        stage = request.scope == "stage"
+        counts: tuple[int, ...] = ()
+        if stage or request.pipeline_layers:
+            counts = planning.check_layers(request.pipeline_layers, request.layers)
+        stages = planning.check_stages(request.stages if stage else None, len(counts))
+        self._inputs = {
+            "planner": planning.PLANNER,
+            "repository": request.repository,
+            "revision": request.revision,
+            "scope": request.scope,
+            "stages": list(stages),
+            "pipeline_layers": list(counts),
+            "language_model_only": request.language_model_only,
+        }
+
+    def ensure(self) -> Outcome:
+        """Do what is needed, which may be nothing."""
+        outcome = self._by_receipts()
+        if outcome is not None:
+            return outcome
+        check_filesystem(self._dest, self._request.allow_tmpfs)
+        if self._request.check:
+            return self._work()
+        make_dirs(self._private)
+        progress_path = self._own("progress.json")
+        lock = Lock(self._own("lock"), lambda: fetch.describe(read_json(progress_path)))
+        with locked(lock, self._request.lock_timeout):
+            # Whoever had the lock before may have done it all.
+            self._receipts = Receipts(self._own("receipts.json"))
+            outcome = self._by_receipts()
+            if outcome is not None:
+                return outcome
+            about = {
+                "repository": self._request.repository,
+                "revision": self._request.revision,
+                "host": socket.gethostname(),
+                "pid": os.getpid(),
+            }
+            self._progress = fetch.Progress(progress_path, about)
+            self._progress.begin("planning")
+            with self._progress.reported():
+                try:
+                    outcome = self._work()
+                except BaseException as error:
+                    self._progress.state = f"failed: {error}" if isinstance(error, ERRORS) else "interrupted"
+                    raise
+                self._progress.state = "done"
+            return outcome
+
+    # The cheap way
+
+    def _by_receipts(self) -> Outcome | None:
+        """The outcome when receipts prove all of it."""
+        if self._request.verify != "receipt":
+            return None
+        plan = Plan.stored(self._own("plan.json"))
+        if plan is None or plan.inputs != self._inputs:
+            return None
+        if not all(self._receipts.matches(entry.path, self._final(entry), entry) for entry in plan.entries):
+            return None
+        if plan.index and not self._receipts.matches(INDEX_NAME, os.path.join(self._dest, INDEX_NAME), plan.index):
+            return None
+        stored = read_json(self._summary_path)
+        if not isinstance(stored, dict) or _essence(stored) != self._essence(plan):
+            return None
+        described = self._describe(plan)
+        return Outcome(plan, False, verified=self._verified(plan), before=described, after=described)
+
+    # The long way
+
+    def _work(self) -> Outcome:
+        request = self._request
+        previous = Plan.stored(self._own("plan.json"))
+        entries = {entry.path: entry for entry in self._listing()}
+        index = entries.get(INDEX_NAME)
+        if index is None and request.scope == "stage":
+            raise planning.PlanError(
+                f"{request.repository} has no {INDEX_NAME}, so its tensors cannot be told apart: set scope to all."
+            )
+        pristine = self._pristine(index) if index else None
+        weight_map = self._weight_map(pristine) if pristine is not None else {}
+        absent = planning.absent_files(weight_map, entries)
+        if absent:
+            raise planning.PlanError(
+                f"{INDEX_NAME} of {request.repository} names {planning.shorten(absent)}, but the listing of revision "
+                f"{request.revision} has no such file: choose a revision that is complete."
+            )
+        selection = self._select(weight_map, entries)
+        plan = self._plan(entries, selection, pristine)
+        self._warnings += plan.warnings
+        names: dict[str, list[str]] = {}
+        for name, file in weight_map.items():
+            names.setdefault(file, []).append(name)
+
+        wanted, wrong = self._survey(plan)
+        sizes: dict[str, int] = {}
+        for entry in plan.entries:
+            if entry.path.endswith(_SAFETENSORS) and entry not in wanted:
+                sizes[entry.path] = self._inspect(entry, self._final(entry), names.get(entry.path, []))
+
+        self._check_room(wanted)
+        outcome = Outcome(
+            plan,
+            False,
+            [entry.path for entry in wanted],
+            hashed=sorted(self._hashed.difference(entry.path for entry in self._early)),
+        )
+        outcome.before = self._describe(previous) if previous else {}
+        outcome.after = self._describe(plan)
+        if request.check:
+            outcome.fetched_bytes = sum(entry.size - fetch.journaled(self._private, entry) for entry in wanted)
+        elif wanted:
+            self._fetch(wanted, names, sizes, outcome)
+            outcome.replaced = [entry.path for entry in wanted if entry.path in wrong]
+            self._warnings += [
+                f"{entry.path} was not as listed and has been fetched again; the old file is "
+                f"{fetch.replaced_path(self._private, entry)} and may be removed."
+                for entry in wanted
+                if entry.path in wrong
+            ]
+        held = {entry.path for entry in plan.entries}
+        outcome.fetch = sorted({*outcome.fetch, *(entry.path for entry in self._early if entry.path in held)})
+        outcome.fetched_bytes += sum(entry.size for entry in self._early)
+        index_changed = bool(outcome.fetch)
+        if pristine is not None and not (request.check and wanted):
+            total = sum(sizes[file] for file in selection.files if file in sizes) if selection else 0
+            content = planning.pruned_index(weight_map, selection, total) if request.scope == "stage" else pristine
+            index_changed = self._put_index(plan, content)
+        stored = read_json(self._summary_path)
+        summary_changed = not isinstance(stored, dict) or _essence(stored) != self._essence(plan)
+        outcome.changed = bool(outcome.fetch) or index_changed or summary_changed
+        if not request.check:
+            self._conclude(plan, summary_changed)
+        outcome.verified = self._verified(plan)
+        outcome.warnings = self._warnings
+        return outcome
+
+    def _listing(self) -> list[Entry]:
+        """All files of the revision; asked for once, since a commit never changes."""
+        path = self._own("listing.json")
+        stored = read_json(path)
+        about = {"schema": SCHEMA, "repository": self._request.repository, "revision": self._request.revision}
+        if isinstance(stored, dict) and all(stored.get(key) == value for key, value in about.items()):
+            try:
+                return parse_stored(stored["files"])
+            except (KeyError, TypeError, ListingError):
+                pass
+        entries = self._request.hub.listing()
+        if not self._request.check:
+            files = [entry.as_dict() for entry in entries]
+            write_json(path, {**about, "endpoint": self._request.hub.endpoint, "files": files})
+        return entries
+
+    def _pristine(self, entry: Entry) -> bytes:
+        """The index as the repository has it."""
+        for path in (self._index_path, os.path.join(self._dest, INDEX_NAME)):
+            data = _proven(path, entry)
+            if data is not None:
+                break
+        else:
+            data, _digest = self._request.hub.read(entry)
+            self._early.append(entry)
+            path = ""
+        if path != self._index_path and not self._request.check:
+            write_atomic(self._index_path, data)
+        return data
+
+    def _weight_map(self, data: bytes) -> dict[str, str]:
+        try:
+            return planning.weight_map_of(json.loads(data))
+        except ValueError as error:
+            if isinstance(error, planning.PlanError):
+                raise
+            raise planning.PlanError(f"{INDEX_NAME} of {self._request.repository} is not JSON ({error}).") from error
+
+    def _select(self, weight_map: dict[str, str], entries: dict[str, Entry]) -> Selection | None:
+        if not weight_map:
+            return None
+        return planning.select(
+            weight_map,
+            scope=self._request.scope,
+            pipeline_layers=self._inputs["pipeline_layers"],
+            stages=self._inputs["stages"],
+            language_model_only=self._request.language_model_only,
+            tied_embeddings=self._request.scope == "stage" and self._tied(entries.get(_CONFIG_NAME)),
+        )
+
+    def _tied(self, entry: Entry | None) -> bool:
+        """Whether the model's configuration says that embeddings serve as the head, too."""
+        if entry is None:
+            return False
+        final = self._final(entry)
+        data = _proven(final, entry)
+        if data is None:
+            data, digest = self._request.hub.read(entry)
+            if not self._request.check and not os.path.lexists(final):
+                write_atomic(final, data)
+                self._record(entry, os.stat(final), digest, self._request.hub.name)
+                self._early.append(entry)
+                self._hashed.add(entry.path)
+        try:
+            config = json.loads(data)
+            return bool(
+                config.get("tie_word_embeddings") or (config.get("text_config") or {}).get("tie_word_embeddings")
+            )
+        except (ValueError, AttributeError):
+            return False
+
+    def _plan(self, entries: dict[str, Entry], selection: Selection | None, pristine: bytes | None) -> Plan:
+        hold, left = planning.files_to_hold(entries, selection)
+        held = [entries[path] for path in hold]
+        request = self._request
+        if pristine is None:
+            index_digest = planning.digest_of([entry.as_dict() for entry in held])
+        else:
+            index_digest = hashlib.sha256(pristine).hexdigest()
+        summary = selection.summary() if selection else {"scope": "all", "weight_files": []}
+        # Files beside the index that hold weights in another form: no stage needs them.
+        indexed = set(selection.tensors) if selection else set()
+        summary["other_files"] = len([path for path in hold if path not in indexed])
+        summary["left_out"] = len(left)
+        return Plan(
+            inputs=self._inputs,
+            entries=held,
+            summary=summary,
+            plan_digest=planning.digest_of(
+                {
+                    "repository": request.repository,
+                    "revision": request.revision,
+                    "selection": selection.digest if selection else None,
+                    "files": {entry.path: [entry.size, entry.digest] for entry in held},
+                }
+            ),
+            identity_digest=planning.identity_digest(
+                repository=request.repository,
+                revision=request.revision,
+                scope=request.scope,
+                pipeline_layers=self._inputs["pipeline_layers"],
+                language_model_only=request.language_model_only,
+                index_digest=index_digest,
+            ),
+            warnings=selection.warnings if selection else [],
+        )
+
+    def _survey(self, plan: Plan) -> tuple[list[Entry], set[str]]:
+        """Files to fetch, and which of them are there but wrong."""
+        request = self._request
+        wanted: list[Entry] = []
+        wrong: set[str] = set()
+        unproven: list[Entry] = []
+        root = os.path.realpath(self._dest)
+        for entry in plan.entries:
+            final = self._final(entry)
+            parent = os.path.realpath(os.path.dirname(final))
+            if parent != root and not parent.startswith(root + os.sep):
+                raise StorageError(f"{os.path.dirname(final)} is a link that leaves {self._dest}: remove it.")
+            if not os.path.lexists(final):
+                wanted.append(entry)
+            elif not os.path.isfile(final) or os.path.getsize(final) != entry.size:
+                wanted.append(entry)
+                wrong.add(entry.path)
+            elif request.verify == "full" or not self._receipts.matches(entry.path, final, entry):
+                unproven.append(entry)
+        if unproven:
+            self._progress.begin("hashing", len(unproven), sum(entry.size for entry in unproven))
+
+            def done(entry: Entry, digest: Digest, stats: os.stat_result) -> None:
+                self._progress.files_done += 1
+                if digest.right:
+                    self._hashed.add(entry.path)
+                    previous = self._receipts.get(entry.path)
+                    self._record(entry, stats, digest, previous["source"] if previous else "found")
+                else:
+                    wanted.append(entry)
+                    wrong.add(entry.path)
+
+            hash_files(
+                [(self._final(entry), entry) for entry in unproven],
+                threads=len(os.sched_getaffinity(0)),
+                done=done,
+                stopped=request.stop.is_set,
+                advance=self._progress.count,
+            )
+        return sorted(wanted, key=lambda entry: entry.path), wrong
+
+    def _inspect(self, entry: Entry, path: str, names: list[str]) -> int:
+        try:
+            return check_file(path, entry.size, names)
+        except StructureError as error:
+            raise StructureError(f"{entry.path} of {self._request.repository}: {error}") from error
+
+    def _check_room(self, wanted: list[Entry]) -> None:
+        missing = sum(entry.size - fetch.allocated(self._private, entry) for entry in wanted)
+        reason = why_no_room(self._dest, missing)
+        if reason and self._request.check:
+            self._warnings.append(reason)
+        elif reason:
+            raise StorageError(reason)
+
+    def _fetch(self, wanted: list[Entry], names: dict[str, list[str]], sizes: dict[str, int], outcome: Outcome) -> None:
+        self._progress.begin("fetching", len(wanted), sum(entry.size for entry in wanted))
+
+        def task(entry: Entry) -> fetch.Task:
+            if not entry.path.endswith(_SAFETENSORS):
+                return fetch.Task(entry, self._final(entry))
+            return fetch.Task(
+                entry, self._final(entry), lambda path: check_file(path, entry.size, names.get(entry.path, []))
+            )
+
+        def done(task: fetch.Task, stats: os.stat_result, digest: Digest, source: str, details: Any) -> None:
+            if details is not None:
+                sizes[task.entry.path] = details
+            self._hashed.add(task.entry.path)
+            self._record(task.entry, stats, digest, source)
+
+        tasks = [task(entry) for entry in wanted]
+        fetcher = fetch.Fetcher(
+            [self._request.hub],
+            self._private,
+            options=self._request.options,
+            progress=self._progress,
+            stop=self._request.stop,
+            done=done,
+        )
+        fetcher.run(tasks)
+        outcome.fetched_bytes = sum(task.fetched for task in tasks)
+        outcome.resumed_bytes = sum(task.resumed for task in tasks)
+
+    def _put_index(self, plan: Plan, content: bytes) -> bool:
+        """Write the index at the top of the directory if it differs; whether it did."""
+        path = os.path.join(self._dest, INDEX_NAME)
+        plan.index = Entry(INDEX_NAME, len(content), hashlib.sha256(content).hexdigest())
+        differs = _read(path, len(content)) != content
+        if self._request.check:
+            return differs
+        if differs:
+            write_atomic(path, content)
+        if not self._receipts.matches(INDEX_NAME, path, plan.index):
+            digest = Digest(plan.index)
+            digest.update(content)
+            self._record(plan.index, os.stat(path), digest, "plan")
+        return differs
+
+    def _conclude(self, plan: Plan, summary_changed: bool) -> None:
+        path = self._own("plan.json")
+        if read_json(path) != plan.as_dict():
+            write_json(path, plan.as_dict())
+        everything = all(entry.path in self._hashed for entry in plan.entries)
+        if summary_changed or everything:
+            times = [receipt["hashed"] for entry in plan.entries if (receipt := self._receipts.get(entry.path))]
+            proven = utc_now() if everything else min(times, default=utc_now())
+            verify = "full" if everything else self._request.verify
+            write_json(self._summary_path, {**self._essence(plan), "proven": proven, "verify": verify})
+
+    # Small things
+
+    @property
+    def _summary_path(self) -> str:
+        return os.path.join(self._dest, SUMMARY_NAME)
+
+    def _own(self, name: str) -> str:
+        return os.path.join(self._private, name)
+
+    def _final(self, entry: Entry) -> str:
+        return os.path.join(self._dest, entry.path)
+
+    def _record(self, entry: Entry, stats: os.stat_result, digest: Digest, source: str) -> None:
+        if not self._request.check:
+            self._receipts.put(entry.path, stats, digest, source)
+
+    def _essence(self, plan: Plan) -> dict[str, Any]:
+        """What the summary file says of a plan."""
+        inputs = {key: value for key, value in plan.inputs.items() if key != "planner"}
+        return {
+            "schema": SCHEMA,
+            **inputs,
+            "plan_digest": plan.plan_digest,
+            "identity_digest": plan.identity_digest,
+            "files": len(plan.entries),
+            "bytes": plan.size,
+        }
+
+    def _describe(self, plan: Plan) -> dict[str, Any]:
+        """A plan for the eyes of a person who reads a difference."""
+        return {**self._essence(plan), "holds": [f"{entry.path} {entry.size}" for entry in plan.entries]}
+
+    def _verified(self, plan: Plan) -> str:
+        now = [entry for entry in plan.entries if entry.path in self._hashed]
+        receipts = [self._receipts.get(entry.path) for entry in plan.entries if entry.path not in self._hashed]
+        times = sorted(receipt["hashed"] for receipt in receipts if receipt)
+        parts = []
+        if now:
+            parts.append("sha256" if not times else f"sha256 for {len(now)} files")
+        if times:
+            parts.append(f"receipt (hashed {times[0]})" if not now else f"receipt for {len(times)} (hashed {times[0]})")
+        return ", ".join(parts) or "not yet"
+
+
+def _essence(summary: dict[str, Any]) -> dict[str, Any]:
+    """A summary without what says only when and how it was proven."""
+    return {key: value for key, value in summary.items() if key not in ("proven", "verify")}
+
+
+def _read(path: str, size: int) -> bytes | None:
+    """A file of the given size, nothing when there is no such file."""
+    try:
+        with open(path, "rb") as stream:
+            data = stream.read(size + 1)
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+        return None
+    return data if len(data) == size else None
+
+
+def _proven(path: str, entry: Entry) -> bytes | None:
+    """A small file, when it has the digest it should have."""
+    data = _read(path, entry.size)
+    if data is None:
+        return None
+    digest = Digest(entry)
+    digest.update(data)
+    return data if digest.right else None
+
+
+def ensure(request: Request) -> Outcome:
+    """Bring the destination to what is asked for."""
+    try:
+        return Checkpoint(request).ensure()
+    except StoppedError as error:
+        raise fetch.FetchError("Stopped from outside; what has been fetched is kept, run again to go on.") from error

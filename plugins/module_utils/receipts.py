@@ -1,0 +1,142 @@
+# Copyright: (c) 2026, the baremetal.kimi_k3 authors
+# GNU General Public License v3.0+ (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""Receipts: proof that a file was hashed, valid as long as nothing about the file has changed.
+
+Size, modification time, change time, inode and allocated blocks all have to be as they were. The change time is what
+catches an edit in place whose modification time was put back, blocks what catches a hole.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from ansible_collections.baremetal.kimi_k3.plugins.module_utils.listing import Digest, Entry
+from ansible_collections.baremetal.kimi_k3.plugins.module_utils.storage import read_json, utc_now, write_json
+
+SCHEMA = 1
+FIELDS = ("size", "mtime_ns", "ctime_ns", "ino", "blocks")
+_BLOCK = 1 << 20
+_DROP_AFTER = 64 << 20
+
+
+class ChangedError(Exception):
+    """A file changed while it was being hashed."""
+
+
+class StoppedError(Exception):
+    """Asked to stop."""
+
+
+def _ignore(_count: int) -> None:
+    pass
+
+
+def proof_of(stats: os.stat_result) -> dict[str, int]:
+    return {
+        "size": stats.st_size,
+        "mtime_ns": stats.st_mtime_ns,
+        "ctime_ns": stats.st_ctime_ns,
+        "ino": stats.st_ino,
+        "blocks": stats.st_blocks,
+    }
+
+
+class Receipts:
+    """The receipts of one destination; every change is on disk before the call returns."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        stored = read_json(path)
+        valid = isinstance(stored, dict) and stored.get("schema") == SCHEMA and isinstance(stored.get("files"), dict)
+        self._files: dict[str, dict[str, Any]] = stored["files"] if valid else {}
+
+    def get(self, name: str) -> dict[str, Any] | None:
+        receipt = self._files.get(name)
+        return receipt if isinstance(receipt, dict) else None
+
+    def matches(self, name: str, path: str, entry: Entry) -> dict[str, Any] | None:
+        """The receipt, if it is about this content and the file is as it was."""
+        receipt = self.get(name)
+        if receipt is None or receipt.get("size") != entry.size:
+            return None
+        right = receipt.get("sha256") == entry.sha256 if entry.sha256 else receipt.get("blob") == entry.blob
+        if not right:
+            return None
+        try:
+            proof = proof_of(os.stat(path))
+        except OSError:
+            return None
+        return receipt if all(receipt.get(field) == proof[field] for field in FIELDS) else None
+
+    def put(self, name: str, stats: os.stat_result, digest: Digest, source: str) -> None:
+        receipt = {
+            **proof_of(stats),
+            "sha256": digest.sha256,
+            "blob": digest.blob,
+            "hashed": utc_now(),
+            "source": source,
+        }
+        with self._lock:
+            self._files[name] = receipt
+            write_json(self._path, {"schema": SCHEMA, "files": self._files})
+
+
+def hash_file(
+    path: str,
+    entry: Entry,
+    *,
+    stopped: Callable[[], bool] = lambda: False,
+    advance: Callable[[int], None] = _ignore,
+) -> tuple[Digest, os.stat_result]:
+    """Digest of a file that holds still meanwhile, and its state at that time."""
+    digest = Digest(entry)
+    buffer = memoryview(bytearray(_BLOCK))
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        before = os.fstat(descriptor)
+        offset = dropped = 0
+        while True:
+            if stopped():
+                raise StoppedError
+            count = os.readv(descriptor, [buffer])
+            if not count:
+                break
+            digest.update(buffer[:count])
+            offset += count
+            advance(count)
+            if offset - dropped >= _DROP_AFTER:
+                # Reading a checkpoint through must not push everything else out of memory.
+                os.posix_fadvise(descriptor, dropped, offset - dropped, os.POSIX_FADV_DONTNEED)
+                dropped = offset
+        after = os.fstat(descriptor)
+    finally:
+        os.close(descriptor)
+    if proof_of(before) != proof_of(after):
+        raise ChangedError(f"{path} changed while it was read: something else writes to it.")
+    return digest, after
+
+
+def hash_files(
+    jobs: Iterable[tuple[str, Entry]],
+    *,
+    threads: int,
+    done: Callable[[Entry, Digest, os.stat_result], None],
+    stopped: Callable[[], bool] = lambda: False,
+    advance: Callable[[int], None] = _ignore,
+) -> None:
+    """Hash files in parallel (hashing leaves the interpreter free); each result is handed over as it comes."""
+
+    def one(job: tuple[str, Entry]) -> None:
+        path, entry = job
+        digest, stats = hash_file(path, entry, stopped=stopped, advance=advance)
+        done(entry, digest, stats)
+
+    with ThreadPoolExecutor(max_workers=max(1, threads)) as pool:
+        for _result in pool.map(one, list(jobs)):
+            pass

@@ -1,0 +1,235 @@
+# Copyright: (c) 2026, the baremetal.kimi_k3 authors
+# GNU General Public License v3.0+ (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""What the checkpoint code asks of a file system: whole files or none, room beforehand, one writer at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import re
+import socket
+import time
+from collections.abc import Callable, Iterator
+from datetime import datetime, timezone
+from typing import Any
+
+FILE_MODE = 0o644
+DIR_MODE = 0o755
+MEMORY_FILESYSTEMS = frozenset({"tmpfs", "ramfs", "rootfs", "devtmpfs"})
+_OCTAL = re.compile(r"\\([0-7]{3})")
+_POLL_SECONDS = 0.5
+
+
+class StorageError(Exception):
+    """The destination cannot be used; the text says why and what to do."""
+
+
+def utc_now() -> str:
+    return datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def human(count: float) -> str:
+    """Bytes in words, decimal units as disks and checkpoints are sold."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(count) < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.2f} TB" if count < 10 else f"{count:.1f} TB"
+
+
+def make_dirs(path: str) -> None:
+    """Create a directory and its parents, readable by all whatever the umask is."""
+    missing = []
+    while not os.path.isdir(path):
+        missing.append(path)
+        path = os.path.dirname(path)
+    for directory in reversed(missing):
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(directory)
+        os.chmod(directory, DIR_MODE)
+
+
+def sync_dir(path: str) -> None:
+    """Make names in a directory last."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems have no such call for directories.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def write_atomic(path: str, data: bytes, lasting: bool = True) -> None:
+    """The whole content under the name, or the old one: never a part of it."""
+    temporary = f"{path}.{os.getpid()}.tmp"
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, FILE_MODE)
+        try:
+            os.fchmod(descriptor, FILE_MODE)
+            view = memoryview(data)
+            while view:
+                view = view[os.write(descriptor, view) :]
+            if lasting:
+                os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+    if lasting:
+        sync_dir(os.path.dirname(path))
+
+
+def write_json(path: str, value: Any, lasting: bool = True) -> None:
+    write_atomic(path, json.dumps(value, indent=1, sort_keys=True).encode() + b"\n", lasting)
+
+
+def read_json(path: str) -> Any:
+    """The parsed file; nothing when it is absent or not JSON (all of ours can be made again)."""
+    try:
+        with open(path, "rb") as stream:
+            return json.load(stream)
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return None
+
+
+def existing_parent(path: str) -> str:
+    """The nearest directory that is there, links resolved: its file system will hold the path."""
+    path = os.path.realpath(path)
+    while not os.path.isdir(path):
+        path = os.path.dirname(path)
+    return path
+
+
+def filesystem_of(path: str, mounts: str | None = None) -> tuple[str, str]:
+    """Type and mount point of the file system that holds a path."""
+    path = existing_parent(path)
+    if mounts is None:
+        try:
+            with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as stream:
+                mounts = stream.read()
+        except OSError:
+            return "unknown", path
+    best = ("unknown", "/")
+    for line in mounts.splitlines():
+        before, _separator, after = line.partition(" - ")
+        fields = before.split(" ")
+        if len(fields) < 5 or not after:
+            continue
+        point = _OCTAL.sub(lambda match: chr(int(match.group(1), 8)), fields[4])
+        inside = path == point or path.startswith(point.rstrip("/") + "/")
+        # A later line of the same mount point covers the earlier one.
+        if inside and len(point) >= len(best[1]):
+            best = (after.split(" ")[0], point)
+    return best
+
+
+def check_filesystem(path: str, allow_memory: bool) -> None:
+    """Refuse to put a checkpoint into memory."""
+    kind, point = filesystem_of(path)
+    if kind in MEMORY_FILESYSTEMS and not allow_memory:
+        raise StorageError(
+            f"{path} is on {kind} ({point}), which is memory and lost at the next boot: "
+            "set dest to a directory on a disk, or allow_tmpfs if this is what you want."
+        )
+
+
+def why_no_room(path: str, missing: int, mounts: str | None = None) -> str | None:
+    """Why the given number of bytes does not fit; nothing when it does."""
+    if missing <= 0:
+        return None
+    parent = existing_parent(path)
+    stats = os.statvfs(parent)
+    free = stats.f_bavail * stats.f_frsize
+    spare = min(missing // 20, 10**9)
+    if missing + spare <= free:
+        return None
+    kind, point = filesystem_of(parent, mounts)
+    return (
+        f"{path} needs {human(missing)} more ({human(spare)} spare on top), but {point} ({kind}) has "
+        f"{human(free)} free: {missing + spare - free} bytes are missing. Make room or set dest to another file system."
+    )
+
+
+class Lock:
+    """One writer per destination.
+
+    lockf, because it reaches across hosts on the network file systems where flock does not. The lock ends with the
+    process, however that ends; the text in the file only says whose it is.
+    """
+
+    def __init__(self, path: str, state: Callable[[], str] | None = None) -> None:
+        self._path = path
+        self._state = state or (lambda: "")
+        self._descriptor: int | None = None
+
+    def acquire(self, timeout: float, on_wait: Callable[[str], None] | None = None) -> None:
+        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, FILE_MODE)
+        try:
+            self._wait(descriptor, timeout, on_wait)
+            who = {"host": socket.gethostname(), "pid": os.getpid(), "since": utc_now()}
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, json.dumps(who).encode(), 0)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        self._descriptor = descriptor
+
+    def _wait(self, descriptor: int, timeout: float, on_wait: Callable[[str], None] | None) -> None:
+        deadline = time.monotonic() + timeout
+        told = False
+        while not self._try(descriptor):
+            holder = self._holder(descriptor)
+            if on_wait and not told:
+                on_wait(holder)
+                told = True
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise StorageError(
+                    f"{os.path.dirname(os.path.dirname(self._path))} is in use by {holder}. "
+                    f"Waited {timeout:.0f} s; wait for that run, end it, or raise lock_timeout."
+                )
+            time.sleep(min(_POLL_SECONDS, left))
+
+    def _try(self, descriptor: int) -> bool:
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                return False
+            raise StorageError(f"{self._path} cannot be locked ({error.strerror}).") from error
+        return True
+
+    def _holder(self, descriptor: int) -> str:
+        try:
+            who = json.loads(os.pread(descriptor, 4096, 0))
+            text = f"another run on {who['host']} (process {who['pid']}, since {who['since']})"
+        except (ValueError, KeyError, TypeError):
+            text = "another run"
+        state = self._state()
+        return f"{text}, {state}" if state else text
+
+    def release(self) -> None:
+        if self._descriptor is not None:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._descriptor, 0)
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+@contextlib.contextmanager
+def locked(lock: Lock, timeout: float, on_wait: Callable[[str], None] | None = None) -> Iterator[None]:
+    lock.acquire(timeout, on_wait)
+    try:
+        yield
+    finally:
+        lock.release()

@@ -1,0 +1,499 @@
+# Copyright: (c) 2026, the baremetal.kimi_k3 authors
+# GNU General Public License v3.0+ (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+from __future__ import annotations
+
+DOCUMENTATION = r"""
+module: hf_checkpoint
+short_description: Hold a checkpoint of the Hugging Face Hub in a directory, proven byte by byte
+version_added: "1.0.0"
+description:
+  - Brings a directory to hold one pinned revision of a model repository, or of it what one pipeline stage needs.
+  - Many files are fetched at once, one connection each. SHA-256 is computed as the bytes arrive, and a file gets its
+    name only when its size and its digest are those of the Hub's listing and its data is on the disk.
+  - A fetch that was interrupted goes on where it stopped, within a file too, after hashing once more what is there.
+  - Every proven file has a receipt of its size, times, inode, blocks and digest. A later run that finds all receipts
+    to be true needs neither the network nor the bytes.
+  - Files that another tool has put there are hashed once and kept when they are right. A wrong file is replaced only
+    when the right one is there, and is then kept in C(.kimi-k3/bad) below O(dest).
+  - Nothing that is right is ever removed. Files that the plan does not name are left alone.
+  - The module needs nothing but Python on the host.
+author:
+  - The baremetal.kimi_k3 authors (@baremetal-kimi-k3)
+extends_documentation_fragment:
+  - baremetal.kimi_k3.attributes
+  - baremetal.kimi_k3.attributes.actiongroup
+attributes:
+  check_mode:
+    support: full
+    details:
+      - Reads the listing and the index from the Hub unless they are there already, hashes what a run would have to
+        hash, and writes nothing.
+  diff_mode:
+    support: full
+    details:
+      - Shows the plan before and after, with the names and sizes of the files to hold.
+  idempotent:
+    support: full
+options:
+  repository:
+    description: The model repository, as in V(moonshotai/Kimi-K3).
+    type: str
+    required: true
+  revision:
+    description:
+      - The commit to hold, 40 hexadecimal digits.
+      - Names of branches and tags are refused, since they may mean something else on the next host or tomorrow.
+    type: str
+    required: true
+  dest:
+    description:
+      - The directory that will hold the files. It and its parents are created when they are absent.
+      - It should be used for one revision only.
+    type: path
+    required: true
+  endpoint:
+    description:
+      - URL of the Hub or of a mirror that answers like it.
+      - The default is the environment variable E(HF_ENDPOINT) of the host, or else V(https://huggingface.co).
+    type: str
+  scope:
+    description:
+      - With V(all), all files of the revision.
+      - With V(stage), of the files with weights only those with tensors that O(stages) need, and all other files.
+        C(model.safetensors.index.json) then names just the files that are there, which the engine insists on; the
+        repository's own index is kept in C(.kimi-k3).
+    type: str
+    choices: [all, stage]
+    default: all
+  pipeline_layers:
+    description:
+      - How many layers of the model each pipeline stage runs, in order, as in V([47, 46]).
+      - Required with O(scope=stage).
+    type: list
+    elements: int
+  stages:
+    description:
+      - The pipeline stages, counted from 0, that this host runs. None named means every stage.
+      - Used with O(scope=stage) only.
+    type: list
+    elements: int
+  layers:
+    description: The number of layers of the model. When given, O(pipeline_layers) must sum to it.
+    type: int
+  language_model_only:
+    description:
+      - Leave out the tensors of the vision tower and its projector, as the engine does with
+        C(--language-model-only). Otherwise every stage holds them.
+      - Used with O(scope=stage) only.
+    type: bool
+    default: false
+  token_file:
+    description:
+      - A file on the host with an access token of the Hub on its only line, for repositories that are gated or
+        private.
+      - The token is sent to the host of O(endpoint) and to no other, whatever redirects say.
+    type: path
+  ca_path:
+    description: A file on the host with certificates of authorities to trust, for a mirror with its own authority.
+    type: path
+  connections:
+    description: Number of files that are fetched at once, each over one connection.
+    type: int
+    default: 8
+  rate_limit:
+    description: Most bytes per second to fetch, over all connections together. V(0) means no limit.
+    type: int
+    default: 0
+  min_rate:
+    description:
+      - Bytes per second below which a connection is given up and a new one is made, measured over
+        O(min_rate_seconds). V(0) means no floor.
+    type: int
+    default: 16384
+  min_rate_seconds:
+    description: Seconds over which O(min_rate) is measured.
+    type: int
+    default: 30
+  timeout:
+    description: Seconds without a single byte, or without an answer, after which a connection is given up.
+    type: int
+    default: 30
+  retries:
+    description:
+      - How often to try again in a row when a connection fails or the server is busy, with growing waits in between.
+        A connection that has brought bytes starts the count anew.
+      - When the server says how long to wait, that is how long the module waits.
+    type: int
+    default: 8
+  verify:
+    description:
+      - How to prove files that were proven before.
+      - With V(receipt), by their receipts; a file is hashed again when anything about it has changed.
+      - With V(full), by hashing all of them, on all cores.
+    type: str
+    choices: [receipt, full]
+    default: receipt
+  lock_timeout:
+    description:
+      - Seconds to wait for another run with the same O(dest) to end, as one that goes on after its controller was
+        interrupted. What it has fetched need not be fetched again.
+    type: int
+    default: 3600
+  allow_tmpfs:
+    description: Accept a O(dest) in memory, which is otherwise refused.
+    type: bool
+    default: false
+seealso:
+  - plugin: baremetal.kimi_k3.checkpoint_plan
+    plugin_type: filter
+"""
+
+EXAMPLES = r"""
+- name: Hold the first pipeline stage of Kimi K3
+  baremetal.kimi_k3.hf_checkpoint:
+    repository: moonshotai/Kimi-K3
+    revision: f831ab66814297da540d832a5235f8e904f29d06
+    dest: /srv/kimi-k3/moonshotai--Kimi-K3/f831ab66814297da540d832a5235f8e904f29d06
+    scope: stage
+    pipeline_layers: [47, 46]
+    stages: [0]
+    language_model_only: true
+
+- name: Hold all of it, from a mirror, and hash every byte again
+  baremetal.kimi_k3.hf_checkpoint:
+    repository: moonshotai/Kimi-K3
+    revision: f831ab66814297da540d832a5235f8e904f29d06
+    dest: /srv/kimi-k3/full
+    endpoint: https://hub.example.com
+    verify: full
+"""
+
+RETURN = r"""
+path:
+  description: The directory with the files.
+  returned: success
+  type: str
+  sample: /srv/kimi-k3/moonshotai--Kimi-K3/f831ab66814297da540d832a5235f8e904f29d06
+repository:
+  description: The repository.
+  returned: success
+  type: str
+  sample: moonshotai/Kimi-K3
+revision:
+  description: The commit.
+  returned: success
+  type: str
+  sample: f831ab66814297da540d832a5235f8e904f29d06
+files:
+  description: Number of files of the plan, without the index.
+  returned: success
+  type: int
+  sample: 70
+bytes:
+  description: Bytes of all files of the plan.
+  returned: success
+  type: int
+  sample: 783900000000
+fetch:
+  description: Names of the files that were fetched, or in check mode would be.
+  returned: success
+  type: list
+  elements: str
+  sample: [config.json, model-00001-of-000096.safetensors]
+fetched_bytes:
+  description: Bytes that came over the network in this run, or in check mode would.
+  returned: success
+  type: int
+  sample: 2341000000
+resumed_bytes:
+  description: Bytes that an interrupted run had fetched and that were used.
+  returned: success
+  type: int
+  sample: 1073741824
+hashed:
+  description: Names of the files that were there and were hashed in this run.
+  returned: success
+  type: list
+  elements: str
+  sample: [model-00001-of-000096.safetensors]
+replaced:
+  description: Names of the files that were there, were not as listed, and were replaced.
+  returned: success
+  type: list
+  elements: str
+  sample: [model-00002-of-000096.safetensors]
+verified:
+  description:
+    - How the files are proven. V(sha256) means that every byte was hashed in this run; V(receipt) comes with the time
+      at which the oldest of them was.
+  returned: success
+  type: str
+  sample: receipt (hashed 2026-11-29T10:02:00Z)
+plan:
+  description: What was selected from the repository.
+  returned: success
+  type: dict
+  contains:
+    scope:
+      description: As O(scope).
+      type: str
+      sample: stage
+    stages:
+      description: The pipeline stages whose tensors are held.
+      type: list
+      elements: int
+      sample: [0]
+    pipeline_layers:
+      description: As O(pipeline_layers).
+      type: list
+      elements: int
+      sample: [47, 46]
+    layers:
+      description: First and last layer of each of the stages.
+      type: list
+      elements: list
+      sample: [[0, 46]]
+    language_model_only:
+      description: As O(language_model_only).
+      type: bool
+      sample: true
+    tied_embeddings:
+      description: Whether the embeddings are the model's head too, so that the last stage holds them as well.
+      type: bool
+      sample: false
+    tensors:
+      description: Number of tensors the stages need.
+      type: int
+      sample: 248000
+    vision_tensors:
+      description: How many of them belong to the vision tower and its projector.
+      type: int
+      sample: 0
+    weight_files:
+      description: The files that hold these tensors.
+      type: list
+      elements: str
+      sample: [model-00001-of-000096.safetensors]
+    other_files:
+      description: Number of the other files to hold.
+      type: int
+      sample: 22
+    left_out:
+      description: Number of files with weights that are not needed.
+      type: int
+      sample: 48
+    unplaced:
+      description: The first few tensors that belong to no known part of the model and are held by every stage.
+      type: list
+      elements: str
+      sample: []
+plan_digest:
+  description: SHA-256 that stands for the files of the plan, their content, and the choice they follow from.
+  returned: success
+  type: str
+  sample: a1c5210650ce71d2d3ae9ec5a101ac4afd3cf4b10091be589853437eb967febd
+identity_digest:
+  description: SHA-256 over what must be equal on all hosts of one replica, whichever stages each of them holds.
+  returned: success
+  type: str
+  sample: 9710e121a58d03ac92c8d6da287a19541994319afbbe6d6202af001ffd379213
+"""
+
+import json
+import os
+import re
+import signal
+import threading
+from typing import Any
+
+from ansible.module_utils.basic import AnsibleModule
+from ansible_collections.baremetal.kimi_k3.plugins.module_utils.checkpoint_job import ERRORS, Outcome, Request, ensure
+from ansible_collections.baremetal.kimi_k3.plugins.module_utils.fetch import FetchError, Options
+from ansible_collections.baremetal.kimi_k3.plugins.module_utils.hub import DEFAULT_ENDPOINT, Hub, HubError, parse_token
+
+ARGUMENT_SPEC: dict[str, dict[str, Any]] = {
+    "repository": {"type": "str", "required": True},
+    "revision": {"type": "str", "required": True},
+    "dest": {"type": "path", "required": True},
+    "endpoint": {"type": "str"},
+    "scope": {"type": "str", "choices": ["all", "stage"], "default": "all"},
+    "pipeline_layers": {"type": "list", "elements": "int"},
+    "stages": {"type": "list", "elements": "int"},
+    "layers": {"type": "int"},
+    "language_model_only": {"type": "bool", "default": False},
+    "token_file": {"type": "path", "no_log": False},
+    "ca_path": {"type": "path"},
+    "connections": {"type": "int", "default": 8},
+    "rate_limit": {"type": "int", "default": 0},
+    "min_rate": {"type": "int", "default": 16384},
+    "min_rate_seconds": {"type": "int", "default": 30},
+    "timeout": {"type": "int", "default": 30},
+    "retries": {"type": "int", "default": 8},
+    "verify": {"type": "str", "choices": ["receipt", "full"], "default": "receipt"},
+    "lock_timeout": {"type": "int", "default": 3600},
+    "allow_tmpfs": {"type": "bool", "default": False},
+}
+_AT_LEAST = {
+    "connections": 1,
+    "rate_limit": 0,
+    "min_rate": 0,
+    "min_rate_seconds": 1,
+    "timeout": 1,
+    "retries": 0,
+    "lock_timeout": 0,
+}
+_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
+_REVISION = re.compile(r"[0-9a-f]{40}")
+
+
+def check_parameters(params: dict[str, Any]) -> str | None:
+    """What is wrong with the options; nothing when nothing is."""
+    if not _REPOSITORY.fullmatch(params["repository"]):
+        return f"repository must be a name such as moonshotai/Kimi-K3, not {params['repository']!r}."
+    if not _REVISION.fullmatch(params["revision"]):
+        return (
+            f"revision must be the 40 hexadecimal digits of a commit, not {params['revision']!r}: "
+            "a branch or tag may mean another commit on the next host."
+        )
+    if not os.path.isabs(params["dest"]):
+        return f"dest must be an absolute path, not {params['dest']!r}."
+    for name, least in _AT_LEAST.items():
+        if params[name] < least:
+            return f"{name} must be {least} or more, not {params[name]}."
+    return None
+
+
+def read_token(path: str | None) -> tuple[str | None, list[str]]:
+    """The token and what to warn of."""
+    if path is None:
+        return None, []
+    try:
+        with open(path, encoding="utf-8") as stream:
+            token, remark = parse_token(stream.read(65536))
+            shared = os.fstat(stream.fileno()).st_mode & 0o077
+    except (OSError, ValueError) as error:
+        raise HubError(f"token_file {path} cannot be read ({getattr(error, 'strerror', None) or error}).") from error
+    except HubError as error:
+        raise HubError(f"token_file {path} is of no use: {error}.") from error
+    warnings = [f"token_file {path} {remark}."] if remark else []
+    if shared:
+        warnings.append(f"token_file {path} can be read by others than its owner: set its mode to 0600.")
+    return token, warnings
+
+
+def request_of(params: dict[str, Any], check: bool, token: str | None, stop: threading.Event) -> Request:
+    """The module's options as the library wants them."""
+    hub = Hub(
+        params["endpoint"] or os.environ.get("HF_ENDPOINT") or DEFAULT_ENDPOINT,
+        params["repository"],
+        params["revision"],
+        token=token,
+        timeout=params["timeout"],
+        retries=params["retries"],
+        ca_path=params["ca_path"],
+        stop=stop,
+    )
+    return Request(
+        repository=params["repository"],
+        revision=params["revision"],
+        dest=params["dest"],
+        scope=params["scope"],
+        pipeline_layers=params["pipeline_layers"] or [],
+        stages=params["stages"] or [],
+        layers=params["layers"],
+        language_model_only=params["language_model_only"],
+        hub=hub,
+        verify=params["verify"],
+        options=Options(
+            connections=params["connections"],
+            retries=params["retries"],
+            rate_limit=params["rate_limit"],
+            min_rate=params["min_rate"],
+            min_rate_seconds=params["min_rate_seconds"],
+        ),
+        lock_timeout=params["lock_timeout"],
+        allow_tmpfs=params["allow_tmpfs"],
+        check=check,
+        stop=stop,
+    )
+
+
+def result_of(request: Request, outcome: Outcome) -> dict[str, Any]:
+    """What the module returns."""
+    return {
+        "changed": outcome.changed,
+        "path": request.dest,
+        "repository": request.repository,
+        "revision": request.revision,
+        "files": len(outcome.plan.entries),
+        "bytes": outcome.plan.size,
+        "fetch": outcome.fetch,
+        "fetched_bytes": outcome.fetched_bytes,
+        "resumed_bytes": outcome.resumed_bytes,
+        "hashed": outcome.hashed,
+        "replaced": outcome.replaced,
+        "verified": outcome.verified,
+        "plan": outcome.plan.summary,
+        "plan_digest": outcome.plan.plan_digest,
+        "identity_digest": outcome.plan.identity_digest,
+    }
+
+
+def diff_of(outcome: Outcome, dest: str) -> dict[str, str]:
+    """The plan before and after, for people."""
+
+    def text(value: dict[str, Any]) -> str:
+        return json.dumps(value, indent=2) + "\n" if value else ""
+
+    header = f"{dest} (plan)"
+    return {
+        "before_header": header,
+        "after_header": header,
+        "before": text(outcome.before),
+        "after": text(outcome.after),
+    }
+
+
+def stop_on_signals(stop: threading.Event) -> None:
+    """Let a run that is told to end keep what it has."""
+
+    def handler(number: int, _frame: Any) -> None:
+        stop.set()
+        raise FetchError(
+            f"Stopped by {signal.Signals(number).name}; what has been fetched is kept, run again to go on."
+        )
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, handler)
+
+
+def main() -> None:
+    module = AnsibleModule(
+        argument_spec=ARGUMENT_SPEC,
+        required_if=[("scope", "stage", ["pipeline_layers"])],
+        supports_check_mode=True,
+    )
+    problem = check_parameters(module.params)
+    if problem:
+        module.fail_json(msg=problem)
+    stop = threading.Event()
+    stop_on_signals(stop)
+    try:
+        token, warnings = read_token(module.params["token_file"])
+        request = request_of(module.params, module.check_mode, token, stop)
+        outcome = ensure(request)
+    except ERRORS as error:
+        module.fail_json(msg=str(error))
+    except OSError as error:
+        module.fail_json(msg=f"{error.filename or module.params['dest']}: {error.strerror or error}.")
+    for warning in warnings + outcome.warnings:
+        module.warn(warning)
+    result = result_of(request, outcome)
+    if module._diff:
+        result["diff"] = diff_of(outcome, request.dest)
+    module.exit_json(**result)
+
+
+if __name__ == "__main__":
+    main()
