@@ -75,7 +75,7 @@ def test_a_good_inventory_passes_without_touching_a_host(tmp_path):
         (changed(serve_agent_port=8000), "must be three different ports"),
         (changed(serve_home="/home/kimi"), "must be a directory right below /var/lib"),
         (changed(serve_args={"node-rank": 1}), "which the role computes"),
-        (changed(serve_environment_extra={"A B": 1}), "is no name of an environment variable"),
+        (changed(serve_environment={"A B": 1}), "is no name of an environment variable"),
     ],
     ids=lambda value: value[:30] if isinstance(value, str) else "",
 )

@@ -136,7 +136,7 @@ def test_the_unit_has_the_limits_that_rdma_needs_and_leaves_the_gpus_reachable(r
 
 
 def test_the_recipe_of_vllm(render):
-    first, _second = render(serve_profile="vllm_recipe", serve_args_extra={"max-model-len": 262144})
+    first, _second = render(serve_profile="vllm_recipe", serve_args={"max-model-len": 262144})
     argv = first["configuration"]["argv"]
     assert argv[argv.index("--gpu-memory-utilization") + 1] == "0.9"
     assert argv[argv.index("--max-model-len") + 1] == "262144"
