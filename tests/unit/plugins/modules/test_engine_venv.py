@@ -44,7 +44,7 @@ for line in text.splitlines():
     hashes = re.findall(r"--hash=sha256:(\\S+)", line)
     if hashes and hashlib.sha256(wheel.read_bytes()).hexdigest() not in hashes:
         what = f"`{{name}}=={{version}}`"
-        print(f"error: Failed to read {{what}}\n  Caused by: Hash mismatch for {{what}}", file=sys.stderr)
+        print(f"error: Failed to read {{what}}\\n  Caused by: Hash mismatch for {{what}}", file=sys.stderr)
         sys.exit(2)
     zipfile.ZipFile(wheel).extractall(site)
 """
