@@ -1,0 +1,6 @@
+def write(settings, revision):
+    return "none"
+
+
+def remove(settings):
+    pass
