@@ -120,7 +120,7 @@ class Plan:
     def stored(cls, path: str) -> Plan | None:
         value = read_json(path)
         try:
-            if value["schema"] != SCHEMA:
+            if value["schema"] != SCHEMA or value["inputs"]["planner"] != planning.PLANNER:
                 return None
             return cls(
                 inputs=value["inputs"],
@@ -231,7 +231,14 @@ class Checkpoint:
         if not isinstance(stored, dict) or _essence(stored) != self._essence(plan):
             return None
         described = self._describe(plan)
-        return Outcome(plan, False, verified=self._verified(plan), before=described, after=described)
+        return Outcome(
+            plan,
+            False,
+            verified=self._verified(plan),
+            before=described,
+            after=described,
+            warnings=list(plan.warnings),
+        )
 
     # The long way
 
@@ -537,10 +544,9 @@ class Checkpoint:
 
     def _essence(self, plan: Plan) -> dict[str, Any]:
         """What the summary file says of a plan."""
-        inputs = {key: value for key, value in plan.inputs.items() if key != "planner"}
         return {
             "schema": SCHEMA,
-            **inputs,
+            **{key: plan.inputs[key] for key in self._inputs if key != "planner"},
             "plan_digest": plan.plan_digest,
             "identity_digest": plan.identity_digest,
             "files": len(plan.entries),
