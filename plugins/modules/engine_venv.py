@@ -230,6 +230,16 @@ print(json.dumps({"python": platform.python_version(), "installed": found}))
 """
 
 
+# How the installers say that a file is not the one whose hash is pinned.
+_OTHER_HASH_UV = re.compile(
+    r"Hash mismatch for `(?P<package>[^`]+)`\s+Expected:\s+sha256:(?P<wanted>\w+)"
+    r"[\s\S]*?Computed:\s+sha256:(?P<got>\w+)"
+)
+_OTHER_HASH_PIP = re.compile(
+    r"^\s*(?P<package>[\w.-]+==\S+) from .*\n\s*Expected sha256 (?P<wanted>\w+)[\s\S]*?Got\s+(?P<got>\w+)", re.MULTILINE
+)
+
+
 class EngineError(Exception):
     """Something that the operator must put right, in one sentence."""
 
@@ -357,6 +367,13 @@ def redact(text: str) -> str:
 def explain(stdout: str, stderr: str, limit: int = 900) -> str:
     """Give the part of an installer's output that says what is wrong."""
     text = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", f"{stdout}\n{stderr}")
+    wrong = _OTHER_HASH_UV.search(text) or _OTHER_HASH_PIP.search(text)
+    if wrong:
+        return (
+            f"{wrong['package']} is not the file that the lock pins"
+            f" (wanted sha256 {wrong['wanted']}, got {wrong['got']});"
+            " either the file was tampered with, or the lock was made for another source of packages"
+        )
     lines = [line.rstrip() for line in text.splitlines() if line.strip()]
     for number, line in enumerate(lines):
         if re.match(r"\s*(?:\u00d7|error:|ERROR:)", line):
@@ -519,7 +536,7 @@ class Engine:
         """Give the installer and its executable."""
         wanted = self.module.params["installer"]
         if wanted != "pip":
-            homes = ["/usr/local/bin", os.path.join(os.path.expanduser("~"), ".local", "bin")]
+            homes = ["/usr/local/bin", os.path.join(os.environ.get("HOME", "/root"), ".local", "bin")]
             uv = self.module.get_bin_path("uv", opt_dirs=homes)
             if uv:
                 return "uv", uv
@@ -589,6 +606,8 @@ class Engine:
                 # Hashes decide what is installed, so any index may provide it.
                 argv += ["--index-strategy", "unsafe-best-match"]
             self.run([*argv, *common, "-r", requirements], env, failed)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(os.path.join(directory, ".lock"))  # left by uv, and writable for everybody
             return
         pip = self.borrow_pip(work, env)
         self.run([params["python"], "-m", "venv", "--without-pip", directory], env, "no virtual environment")

@@ -72,6 +72,11 @@ options:
         It ends the wait only when it still stands after ten seconds.
       - A file that is absent or cannot be read is ignored.
     type: path
+  _progress:
+    description:
+      - For the action plugin of this module, which runs a long wait in pieces to tell between them how far it is.
+      - Not to be set in playbooks.
+    type: dict
 extends_documentation_fragment:
   - baremetal.kimi_k3.api
   - baremetal.kimi_k3.attributes

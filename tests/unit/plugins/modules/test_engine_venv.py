@@ -478,3 +478,27 @@ def test_users_are_found_in_every_way(tmp_path):
 def test_words_of_an_installer(out, err, words):
     assert engine_venv.explain(out, err).startswith(words)
     assert "secret" not in engine_venv.explain(out, err)
+
+
+UV_MISMATCH = """\
+  \u00d7 Failed to download `idna==3.20`
+  \u2570\u2500\u25b6 Hash mismatch for `idna==3.20`
+
+      Expected:
+        sha256:ffff
+
+      Computed:
+        sha256:ab7a
+"""
+PIP_MISMATCH = """\
+ERROR: THESE PACKAGES DO NOT MATCH THE HASHES FROM THE REQUIREMENTS FILE. If you have updated the package versions, ...
+    idna==3.20 from file:///srv/wheelhouse/idna-3.20-py3-none-any.whl (from -r /x/requirements.txt (line 4)):
+        Expected sha256 ffff
+             Got        ab7a
+"""
+
+
+@pytest.mark.parametrize("output", [UV_MISMATCH, PIP_MISMATCH])
+def test_words_for_a_file_that_is_another_one(output):
+    said = engine_venv.explain("", output)
+    assert said.startswith("idna==3.20 is not the file that the lock pins (wanted sha256 ffff, got ab7a)")
