@@ -4,12 +4,12 @@
 # SPDX-License-Identifier: GPL-3.0-or-later
 """The main process of a rank's unit: meets the other ranks, runs vLLM as its child, and ends and restarts it with them.
 
-vLLM does not notice a dead peer: rank 0 answers C(/health) with 200 while every completion hangs, a rank restarted alone
-waits in its rendezvous for ever, and after an engine error rank 0 exits with status 0. So the agents, one per host, agree
-on what runs, start it together, prove with tokens that it lives, and end it together.
+vLLM does not notice a dead peer: rank 0 answers C(/health) with 200 while every completion hangs, a rank restarted
+alone waits in its rendezvous for ever, and after an engine error rank 0 exits with status 0. So the agents, one per
+host, agree on what runs, start it together, prove with tokens that it lives, and end it together.
 
-Rank 0 is the head: it listens, the others (workers) connect. All decisions are taken in one coroutine, which handles one
-event after the other; links, the child and the probe only put events into its queue.
+Rank 0 is the head: it listens, the others (workers) connect. All decisions are taken in one coroutine, which handles
+one event after the other; links, the child and the probe only put events into its queue.
 
 Exit status: 0 after SIGTERM, 1 when the group ended (systemd starts the agent again), 78 when starting again would not
 help: the ranks differ, the configuration is wrong, or too many failures. Standard library only, Python 3.10 or newer.
@@ -629,7 +629,7 @@ class Prober:
         return await asyncio.to_thread(self._api.steps, min(self._timeouts.probe, 5.0))
 
     async def _probe(self) -> None:
-        """One proof. Refusals and errors are asked again within the same time, since an engine may be restarting a part."""
+        """One proof. What is refused is asked again within the same time, since an engine may be restarting a part."""
         limit = self._timeouts.probe
         begin, before = time.monotonic(), await self._steps()
         text = "no answer"
@@ -987,16 +987,19 @@ class Head(Agent):
 
     async def _listen(self) -> None:
         """Bind, again and again: at boot the address may come later than the agent."""
-        own = self.config.head.address
-        while True:
+        own, port = self.config.head.address, self.config.agent_port
+        while self.server is None:
             try:
-                self.server = await asyncio.start_server(self._accept, own, self.config.agent_port, limit=LINE_LIMIT)
-                return
+                self.server = await asyncio.start_server(self._accept, own, port, limit=LINE_LIMIT)
             except OSError as error:
-                self.events.put(
-                    "note", None, f"cannot listen on {own} port {self.config.agent_port} ({error.strerror})"
-                )
+                self.events.put("note", None, f"cannot listen on {own} port {port} ({error.strerror})")
                 await asyncio.sleep(1)
+
+    def farewell(self, end: End) -> None:
+        # Who comes back while this agent ends shall find nobody, and not wait for an answer.
+        if self.server:
+            self.server.close()
+        super().farewell(end)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Who connects proves the secret within a time, or is dropped; nobody can hold up the others."""
@@ -1009,8 +1012,6 @@ class Head(Agent):
             set_options(writer)
             link = await asyncio.wait_for(prove_to_worker(reader, writer, self.secret), HANDSHAKE_TIMEOUT)
             hello = await asyncio.wait_for(link.receive(), HANDSHAKE_TIMEOUT)
-            if hello["type"] != "hello":
-                raise LinkError("no greeting")
         except (LinkError, OSError, EOFError, ValueError, asyncio.TimeoutError) as error:
             self._log_refusal(peer, str(error) or "said nothing in time")
             writer.close()
@@ -1031,8 +1032,10 @@ class Head(Agent):
             print(f"rank agent: a connection from {peer} was refused: {why}", flush=True)
 
     def handle(self, kind: str, source: Any, value: Any) -> None:
-        if kind == "hello":
+        if kind == "hello" and value["type"] == "hello":
             self._greet(source, value)
+        elif kind == "hello":
+            self._refuse(source, "it does not greet")
         elif kind == "message":
             self._hear(source, value)
         elif kind in ("closed", "lost"):
@@ -1427,11 +1430,13 @@ def main() -> int:
         config = load_config(options.config)
         if options.check:
             return EXIT_STOPPED
-        secret = read_credential("group-secret")
-        if not secret:
-            raise ConfigError("the credential group-secret is missing: the unit must load it")
     except ConfigError as error:
         print(f"rank agent: {error}.", file=sys.stderr, flush=True)
+        return EXIT_REFUSED
+    secret = read_credential("group-secret")
+    if not secret:
+        text = "the credential group-secret is missing: the unit must load it"
+        print(f"rank agent: {text}.", file=sys.stderr, flush=True)
         return EXIT_REFUSED
     configuration = ""
     if options.digest_file:
