@@ -1,0 +1,715 @@
+# Copyright: (c) 2026, the baremetal.kimi_k3 authors
+# GNU General Public License v3.0+ (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""The rank agent as real processes: groups of two and three on loopback, with an engine that fails as vLLM does."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from agent_lab import API_KEY, SECRET, Agent, Lab, marked, wait_for
+
+FIELDS = {
+    *("schema", "group", "rank", "world_size", "state", "text", "generation", "since", "started", "pid", "child_pid"),
+    *("configuration", "argv", "peers", "last_failure", "failures"),
+}
+
+
+@pytest.fixture
+def labs(tmp_path):
+    """Makes groups, and ends every process of theirs whatever happened; pytest shows their report on failure."""
+    made: list[Lab] = []
+
+    def make(size: int = 2) -> Lab:
+        made.append(Lab(tmp_path / f"lab{len(made)}", size))
+        return made[-1]
+
+    yield make
+    for lab in made:
+        lab.close()
+        print(lab.report())
+
+
+@pytest.fixture
+def lab(labs):
+    return labs()
+
+
+def configured(lab: Lab, **changes) -> Lab:
+    for agent in lab:
+        agent.configure(**changes)
+    return lab
+
+
+def down(agent: Agent, statuses: tuple[int, ...] = (1,)) -> None:
+    """The first run of an agent is over, in order: with this status, and with nothing left that systemd had to kill."""
+    wait_for(lambda: agent.exits, f"{agent.name} ends")
+    assert agent.exits[0] in statuses
+    assert agent.leftovers[0] == {}
+
+
+# Coming together
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_ranks_meet_in_any_order(lab, first):
+    early, late = lab[first], lab[1 - first]
+    early.start()
+    status = early.reaches("waiting")
+    assert late.name in status["text"]
+    assert late.address in status["text"]
+    assert status["child_pid"] is None
+    assert early.children() == {}
+    late.start()
+    lab.serve(1)
+    assert len(lab.complete()) == 3
+
+
+def test_three_ranks_serve_and_end_together(labs):
+    lab = labs(3)
+    lab[2].start()
+    lab[0].start()
+    assert "rank1" in lab[0].reaches("waiting")["text"]
+    assert lab[2].children() == {}
+    lab[1].start()
+    lab.serve(1)
+    lab.complete()
+    lab[2].steer("exit", "1")
+    for agent in lab:
+        down(agent)
+
+
+def test_workers_start_before_rank_0(lab):
+    lab[1].steer("slow_start", "0")
+    lab.start().serve()
+    ages = [Path(f"/proc/{agent.engine()}/stat").read_text(encoding="ascii").rsplit(")", 1)[1].split() for agent in lab]
+    # field 22, start time since boot
+    assert int(ages[1][19]) <= int(ages[0][19])
+
+
+# Differences
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        pytest.param(
+            {"identity": {"argument.--max-model-len": "1024"}},
+            ["argument.--max-model-len", "512", "1024"],
+            id="value",
+        ),
+        pytest.param(
+            {"identity": {"environment.VLLM_USE_V2_MODEL_RUNNER": None}},
+            ["environment.VLLM_USE_V2_MODEL_RUNNER", "0"],
+            id="missing-on-rank1",
+        ),
+        pytest.param(
+            {"identity": {"argument.--enable-prefix-caching": "true"}},
+            ["argument.--enable-prefix-caching", "true"],
+            id="missing-on-rank0",
+        ),
+        pytest.param({"group": "other-group"}, ["group", "kimi-k3", "other-group"], id="group"),
+        pytest.param({"world_size": 3}, ["world_size", "2", "3"], id="world-size"),
+    ],
+)
+def test_ranks_that_differ_stay_down_and_say_how(lab, changes, words):
+    configuration = lab[1].configuration
+    identity = configuration["identity"]
+    for key, value in changes.pop("identity", {}).items():
+        if value is None:
+            del identity[key]
+        else:
+            identity[key] = value
+    if "world_size" in changes:
+        third = {"rank": 2, "name": "rank2", "address": f"{lab.network}.3"}
+        changes["hosts"] = [*configuration["hosts"], third]
+    lab[1].configure(identity=identity, **changes)
+    lab.start(supervised=True)
+    for agent in lab:
+        assert agent.ended() == 78
+        assert agent.exits == [78]
+        status = agent.status()
+        assert status["state"] == "mismatch"
+        for word in [*words, "rank0", "rank1"]:
+            assert word in status["text"]
+            assert word in agent.output()
+        assert status["generation"] == 0
+        assert status["child_pid"] is None
+        assert not (agent.control / "pids").exists()
+
+
+def test_every_difference_is_named(lab):
+    identity = {**lab[1].configuration["identity"], "engine.torch": "2.12.0", "checkpoint": "3" * 64}
+    lab[1].configure(identity=identity)
+    lab.start()
+    for agent in lab:
+        assert agent.ended() == 78
+        for word in ("engine.torch", "2.13.0", "2.12.0", "checkpoint", "2" * 64, "3" * 64):
+            assert word in agent.output()
+
+
+def test_a_wrong_secret_gets_nowhere_and_is_no_trouble(lab):
+    lab[1].secret("not-the-secret-of-this-group")
+    lab.start()
+    wait_for(lambda: "secret" in lab[1].status().get("text", "") or "secret" in lab[1].output(), "rank1 says so")
+    wait_for(lambda: "secret" in lab[0].output(), "rank0 says so")
+    assert lab[0].state == "waiting"
+    assert lab[0].children() == lab[1].children() == {}
+    if lab[1].alive:
+        lab[1].stop()
+    lab[1].secret(SECRET)
+    lab[1].start()
+    lab.serve(1)
+    lab.complete()
+    assert lab[0].exits == []
+
+
+def test_an_empty_secret_is_none(lab):
+    lab[0].secret("")
+    lab[0].start()
+    assert lab[0].ended() == 78
+    assert "group-secret" in lab[0].output()
+
+
+def test_two_hosts_with_one_rank(labs):
+    lab = labs()
+    twin = lab.add(1, "twin", f"{lab.network}.9")
+    twin.configure(hosts=[lab.hosts[0], {"rank": 1, "name": "twin", "address": twin.address}])
+    lab[0].start()
+    lab[1].start()
+    lab[0].reaches("serving", 1)
+    lab[1].reaches("serving", 1)
+    twin.start()
+    wait_for(lambda: "rank 1" in twin.output() or not twin.alive, "the twin is told")
+    wait_for(lambda: "twin" in lab[0].output(), "rank0 names the twin")
+    assert twin.children() == {}
+    lab.complete()
+    assert lab[0].exits == lab[1].exits == []
+
+
+# Ending together
+
+
+@pytest.mark.parametrize("status", [0, 1])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_engine_that_exits_ends_the_group(lab, rank, status):
+    for agent in lab:
+        agent.environment["FAKE_STUBBORN"] = "1"
+    lab.start().serve()
+    assert all(len(agent.children()) == 2 for agent in lab)
+    lab[rank].steer("exit", str(status))
+    for agent in lab:
+        down(agent)
+        failure = agent.status()["last_failure"]
+        assert f"rank{rank}" in failure["cause"] or agent.rank == rank
+        assert failure["generation"] == 1
+        assert agent.status()["failures"] == 1
+        assert agent.status()["child_pid"] is None
+    assert str(status) in lab[rank].status()["last_failure"]["cause"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_agent_that_is_killed_ends_the_group(lab, rank):
+    lab.start(supervised=True).serve(1)
+    other = lab[1 - rank]
+    lab[rank].signal(signal.SIGKILL)
+    down(other)
+    assert other.exits[0] == 1
+    lab.serve(2)
+    lab.complete()
+    assert f"rank{rank}" in other.status()["last_failure"]["cause"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stop_sends_the_others_back_to_waiting(lab, rank):
+    lab.start(supervised=True).serve(1)
+    stopped, other = lab[rank], lab[1 - rank]
+    assert stopped.stop() == 0
+    status = stopped.status()
+    assert (status["state"], status["failures"], status["child_pid"]) == ("stopped", 0, None)
+    assert stopped.leftovers == [{}]
+    assert "STOPPING=1" in stopped.notifications.texts()
+    down(other)
+    assert stopped.name in other.reaches("waiting")["text"]
+    assert other.children() == {}
+    stopped.start(supervised=True)
+    lab.serve(2)
+    lab.complete()
+
+
+def test_a_stop_before_the_group_is_there(lab):
+    lab[0].start().reaches("waiting")
+    assert lab[0].stop() == 0
+    assert lab[0].state == "stopped"
+
+
+def test_a_stop_while_the_engine_loads(lab):
+    lab[0].steer("slow_start", "60")
+    lab.start(supervised=True)
+    lab.reaches("starting")
+    engine = lab[0].engine()
+    assert lab[0].stop() == 0
+    assert engine not in marked(lab.mark)
+    assert lab[0].name in lab[1].reaches("waiting")["text"]
+
+
+def test_the_group_comes_back_with_the_next_generation(lab):
+    lab.start(supervised=True).serve(1)
+    lab[1].steer("exit", "0")
+    lab.serve(2)
+    lab.complete()
+    lab[0].steer("exit", "1")
+    lab.serve(3)
+    lab.complete()
+    for agent in lab:
+        assert agent.exits == [1, 1]
+        assert agent.leftovers == [{}, {}]
+        assert agent.status()["failures"] == 2
+
+
+def test_the_generation_outlives_the_agents(lab):
+    lab.start().serve(1)
+    for agent in lab:
+        agent.supervised = False
+    lab[1].stop()
+    lab[0].ended()
+    lab.start().serve(2)
+    lab[0].stop()
+    lab[1].ended()
+    # one host has lost its state: the number still only grows
+    for path in lab[0].state_dir.iterdir():
+        path.unlink()
+    lab.start().serve(3)
+
+
+def test_a_worker_of_a_session_of_its_own_does_not_stay(lab):
+    for agent in lab:
+        agent.environment.update(FAKE_STUBBORN="1", FAKE_DETACHED="1")
+    lab.start().serve()
+    lab[0].steer("exit", "1")
+    for agent in lab:
+        down(agent)
+
+
+# Silence, hangs, load
+
+
+def test_a_silent_peer_is_suspected_and_not_killed(lab):
+    configured(lab, timeouts={"orphan": 30}).start().serve(1)
+    engines = [agent.engine() for agent in lab]
+    os.kill(lab[1].pid, signal.SIGSTOP)
+    status = lab[0].reaches("suspect")
+    peer = status["peers"][0]
+    assert (peer["rank"], peer["name"], peer["state"]) == (1, "rank1", "silent")
+    assert "rank 1" in status["text"] or "rank1" in status["text"]
+    # probes go on coming through: several of them, and nobody ends
+    before = lab.metric("vllm:generation_tokens_total")
+    wait_for(lambda: lab.metric("vllm:generation_tokens_total") >= before + 3, "probes come through")
+    assert lab[0].state == "suspect"
+    lab.complete()
+    os.kill(lab[1].pid, signal.SIGCONT)
+    lab.serve(1)
+    assert [agent.engine() for agent in lab] == engines
+    assert [agent.exits for agent in lab] == [[], []]
+
+
+def test_a_wedged_engine_is_found_while_idle(lab):
+    lab.start(supervised=True).serve(1)
+    lab[0].steer("hang")
+    down(lab[0])
+    down(lab[1])
+    lab[0].unsteer("hang")
+    lab.serve(2)
+    lab.complete()
+    for agent in lab:
+        assert "probe" in agent.status()["last_failure"]["cause"]
+
+
+def test_a_stopped_worker_engine_is_found(lab):
+    lab.start(supervised=True).serve(1)
+    os.kill(lab[1].engine(), signal.SIGSTOP)
+    for agent in lab:
+        down(agent)
+    lab.serve(2)
+    lab.complete()
+
+
+def test_a_killed_worker_process_is_found(lab):
+    """The engine's main process on the worker is gone without a word: its agent sees the end of its child."""
+    lab.start(supervised=True).serve(1)
+    os.kill(lab[1].engine(), signal.SIGKILL)
+    for agent in lab:
+        down(agent)
+    lab.serve(2)
+    lab.complete()
+
+
+def test_a_busy_engine_is_never_killed(lab):
+    configured(lab, timeouts={"probe": 0.3, "probe_interval": 0.2}).start().serve(1)
+    engines = [agent.engine() for agent in lab]
+    lab[0].steer("busy")
+    start = time.monotonic()
+    before = lab.metric("vllm:iteration_tokens_total_count")
+    # a step every 20 ms at the fastest: many times the probe's timeout
+    wait_for(lambda: lab.metric("vllm:iteration_tokens_total_count") >= before + 100, "the engine works")
+    assert time.monotonic() - start > 5 * 0.3
+    assert [agent.state for agent in lab] == ["serving", "serving"]
+    assert [agent.engine() for agent in lab] == engines
+    assert [agent.exits for agent in lab] == [[], []]
+    lab[0].unsteer("busy")
+    lab.complete()
+    os.kill(engines[1], signal.SIGSTOP)  # and one that worked until now is not trusted for ever
+    for agent in lab:
+        down(agent)
+
+
+def test_a_busy_engine_is_not_probed(lab):
+    """Work that moves is proof enough; a probe then is one more request in the queue."""
+    configured(lab, timeouts={"probe_interval": 0.3}).start().serve(1)
+    lab[0].steer("busy")
+    before = lab.metric("vllm:iteration_tokens_total_count")
+    wait_for(lambda: lab.metric("vllm:iteration_tokens_total_count") >= before + 60, "the engine works")
+    # at most the one that was on its way
+    assert lab.metric("vllm:num_requests_running") <= 1
+
+
+def test_an_engine_that_answers_errors_ends(lab):
+    lab.start(supervised=True).serve(1)
+    lab[0].steer("error")
+    for agent in lab:
+        down(agent)
+    lab[0].unsteer("error")
+    lab.serve(2)
+    assert "500" in lab[0].status()["last_failure"]["cause"]
+
+
+def test_a_worker_without_rank_0_ends_itself(lab):
+    configured(lab, timeouts={"orphan": 1}).start(supervised=True).serve(1)
+    os.kill(lab[0].pid, signal.SIGSTOP)
+    lab[1].reaches("suspect")
+    down(lab[1])
+    assert "rank 0" in lab[1].status()["last_failure"]["cause"]
+    lab[1].reaches("waiting")
+    assert lab[1].children() == {}
+    os.kill(lab[0].pid, signal.SIGCONT)
+    lab.serve(2)
+    lab.complete()
+
+
+def test_a_slow_load_is_waited_for(lab):
+    configured(lab, timeouts={"probe": 0.3, "probe_interval": 0.2, "orphan": 1})
+    lab[0].steer("slow_start", "2.5")
+    lab.start()
+    wait_for(lambda: "41" in lab[0].status().get("text", ""), "rank0 tells how far the load is")
+    lab.serve(1)
+    assert [agent.exits for agent in lab] == [[], []]
+
+
+def test_a_load_without_end_is_ended(lab):
+    configured(lab, timeouts={"start": 1})
+    lab[0].steer("slow_start", "600")
+    lab.start()
+    for agent in lab:
+        down(agent)
+    assert "start" in lab[0].status()["last_failure"]["cause"]
+
+
+# Giving up
+
+
+def test_a_child_that_dies_at_once_is_not_started_for_ever(lab):
+    configured(lab, restart_limit=3)
+    lab[1].steer("exit", "3 always")
+    lab.start(supervised=True)
+    for agent in lab:
+        assert agent.ended() == 78
+        status = agent.status()
+        assert (status["state"], status["failures"]) == ("given_up", 3)
+        assert agent.exits == [1, 1, 78]
+        assert agent.leftovers == [{}, {}, {}]
+    assert "status 3" in lab[1].status()["text"]
+    assert "rank1" in lab[0].status()["text"] or "rank 1" in lab[0].status()["text"]
+
+
+def test_an_orderly_stop_clears_the_count(lab):
+    configured(lab, restart_limit=3)
+    lab.start(supervised=True).serve(1)
+    for generation in (2, 3):
+        lab[1].steer("exit", "1")
+        lab.serve(generation)
+    assert [agent.status()["failures"] for agent in lab] == [2, 2]
+    for agent in lab:
+        agent.supervised = False
+    for agent in reversed(lab.agents):
+        if agent.alive:
+            agent.stop()
+    lab.start(supervised=True).serve(4)
+    assert lab[1].status()["failures"] == 0
+    lab[1].steer("exit", "1")
+    lab.serve(5)
+
+
+def test_failures_outside_the_window_are_forgotten(lab):
+    configured(lab, restart_limit=2, restart_window=0.2)
+    lab.start(supervised=True).serve(1)
+    for generation in (2, 3, 4):
+        lab[0].steer("exit", "1")
+        lab.serve(generation)
+
+
+# Strangers
+
+
+def test_strangers_on_the_port_are_no_trouble(lab):
+    lab[0].start().reaches("waiting")
+    address = (lab[0].address, lab.agent_port)
+    silent = [socket.create_connection(address) for _ in range(20)]
+    slow = socket.create_connection(address)
+    slow.sendall(b'{"type"')
+    for rubbish in (
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"\x16\x03\x01\xff\xfe\n",
+        b"{}\n",
+        b"[]\n",
+        b"null\n",
+        b'"x"\n',
+    ):
+        with socket.create_connection(address) as client:
+            client.sendall(rubbish)
+    with socket.create_connection(address) as client:
+        client.settimeout(10)
+        try:
+            while True:  # more than any message: the agent closes, and does not keep it all
+                client.sendall(b"x" * 65536)
+        except (BrokenPipeError, ConnectionResetError):
+            pass
+    lab[1].start()
+    lab.serve(1)
+    for rubbish in (b"\0" * 1000 + b"\n", b"[" * 5000 + b"\n", b'{"type": "beat"}\n'):
+        with socket.create_connection(address) as client:
+            client.sendall(rubbish)
+    lab.complete()
+    assert [agent.exits for agent in lab] == [[], []]
+    assert [agent.state for agent in lab] == ["serving", "serving"]
+    for client in (*silent, slow):
+        client.close()
+    wait_for(lambda: _open_sockets(lab[0].pid) < 12, "the strangers' sockets are closed")
+
+
+def _open_sockets(pid: int) -> int:
+    return sum(str(path.readlink()).startswith("socket:") for path in Path(f"/proc/{pid}/fd").iterdir())
+
+
+# Telling
+
+
+def test_ready_means_that_a_token_came_through(lab):
+    lab[0].steer("hang")
+    lab.start()
+    wait_for(lab.healthy, "the API is up")
+    wait_for(lambda: lab.metric("vllm:num_requests_running") >= 1, "rank0 asks for a token")
+    for agent in lab:
+        assert agent.state == "starting"
+        assert "READY=1" not in agent.notifications.texts()
+    lab[0].unsteer("hang")
+    lab.serve()
+    for agent in lab:
+        wait_for(lambda a=agent: "READY=1" in a.notifications.texts(), f"{agent.name} is ready")
+        assert agent.notifications.texts("READY=").count("READY=1") == 1
+        assert agent.notifications.senders() == {agent.pid}
+        wait_for(lambda a=agent: any("generation 1" in s for s in a.notifications.texts("STATUS=")), "it says so")
+    ready = [next(when for when, _, line in agent.notifications.lines if line == "READY=1") for agent in lab]
+    assert ready[0] <= ready[1] + 0.5
+
+
+def test_what_systemd_hears(lab):
+    for agent in lab:
+        agent.environment["WATCHDOG_USEC"] = "400000"
+    lab[0].start()
+    wait_for(lambda: any("rank 1" in line for line in lab[0].notifications.texts("STATUS=")), "whom it waits for")
+    # waiting for a peer is not a start that hangs: the unit lives on without being ready
+    wait_for(lambda: len(lab[0].notifications.texts("WATCHDOG=1")) > 3, "it lives")
+    lab[1].start()
+    lab.serve()
+    for agent in lab:
+        seen = len(agent.notifications.texts("WATCHDOG=1"))
+        wait_for(lambda a=agent, n=seen: len(a.notifications.texts("WATCHDOG=1")) > n + 3, f"{agent.name} lives")
+    assert lab[1].stop() == 0
+    assert "STOPPING=1" in lab[1].notifications.texts()
+    down(lab[0])
+
+
+def test_an_abstract_notification_socket(lab):
+    name = f"\0{lab.mark}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
+        listener.bind(name)
+        listener.settimeout(10)
+        lab[0].environment["NOTIFY_SOCKET"] = f"@{lab.mark}"
+        lab[0].start()
+        assert b"=" in listener.recv(65536)
+
+
+def test_the_status_file(lab):
+    lab.start()
+    wait_for(lambda: lab[0].status().get("state") == "serving", "it serves")
+    lab.serve(1)
+    status = lab[0].status()
+    assert set(status) >= FIELDS
+    assert status["schema"] == 1
+    assert (status["group"], status["rank"], status["world_size"]) == ("kimi-k3", 0, 2)
+    assert status["pid"] == lab[0].pid
+    assert status["configuration"] == "d" * 64
+    assert status["argv"][1:] == lab.argv(0)[1:]
+    assert status["last_failure"] is None
+    assert status["failures"] == 0
+    (peer,) = status["peers"]
+    assert (peer["rank"], peer["name"], peer["address"]) == (1, "rank1", lab[1].address)
+    assert peer["state"] == "connected"
+    for moment in (status["since"], status["started"], peer["last_heard"]):
+        assert time.strptime(moment[:19], "%Y-%m-%dT%H:%M:%S")
+        assert moment.endswith(("Z", "+00:00"))
+    (peer,) = lab[1].status()["peers"]
+    assert (peer["rank"], peer["name"], peer["state"]) == (0, "rank0", "connected")
+    assert lab[0].status_path.stat().st_mode & 0o777 == 0o644
+    assert [path.name for path in lab[0].status_path.parent.iterdir()] == ["status.json"]
+    assert len(lab[0].children()) == 2
+    assert status["child_pid"] in lab[0].children()
+
+
+def test_last_heard_moves(lab):
+    lab.start().serve()
+    first = lab[0].status()["peers"][0]["last_heard"]
+    wait_for(lambda: lab[0].status()["peers"][0]["last_heard"] != first, "the status is kept fresh")
+
+
+def test_secrets_stay_secret(lab):
+    for agent in lab:
+        agent.api_key(API_KEY)
+    lab.start(supervised=True).serve(1)
+    assert lab.request("GET", "/v1/models")[0] == 401
+    assert lab.complete(key=API_KEY)
+    before = lab.metric("vllm:generation_tokens_total")
+    wait_for(lambda: lab.metric("vllm:generation_tokens_total") > before, "the probe has the key")
+    lab[1].steer("exit", "1")
+    lab.serve(2)
+    for agent in lab:
+        texts = [agent.status_path.read_text(encoding="utf-8"), agent.output(), *agent.notifications.texts()]
+        texts += marked(agent.mark).values()
+        texts += [path.read_text(encoding="utf-8") for path in agent.state_dir.rglob("*") if path.is_file()]
+        for secret in (SECRET, API_KEY):
+            assert not any(secret in text for text in texts)
+        # nor is the secret of the group the engine's
+        for pid in agent.children():
+            environment = Path(f"/proc/{pid}/environ").read_bytes()
+            assert SECRET.encode() not in environment
+            assert (f"VLLM_API_KEY={API_KEY}".encode() in environment) == True  # noqa: E712
+            assert b"NOTIFY_SOCKET" not in environment
+
+
+def test_a_wrong_api_key_is_told(lab):
+    """The engine has a key that the agent does not know, as when it comes from the environment file."""
+    lab[0].environment["VLLM_API_KEY"] = API_KEY
+    lab.start()
+    wait_for(lambda: "401" in lab[0].output() or lab[0].state == "serving", "it says so")
+
+
+def test_the_engine_is_the_one_that_the_link_named_at_the_start(lab):
+    lab.start(supervised=True).serve(1)
+    first = str(lab.folder / "venvs" / "a" / "bin" / "vllm")
+    for agent in lab:
+        assert all(first in command for command in agent.children().values())
+    lab.install_engine("b")
+    lab.complete()
+    for agent in lab:
+        assert all(first in command for command in agent.children().values())
+    lab[0].steer("exit", "1")
+    lab.serve(2)
+    second = str(lab.folder / "venvs" / "b" / "bin" / "vllm")
+    for agent in lab:
+        assert all(second in command for command in agent.children().values())
+
+
+def test_the_engines_output_is_passed_on(lab):
+    lab.start().serve()
+    assert "Application startup complete." in lab[0].output()
+    assert "100% Completed | 16/16" in lab[0].output()
+
+
+# Configuration
+
+
+def run(agent: Agent, *more: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*agent.command, *more], env=agent.surroundings, capture_output=True, text=True, timeout=20, check=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        pytest.param(None, "rank.json", id="absent"),
+        pytest.param("", "rank.json", id="empty"),
+        pytest.param("{", "rank.json", id="broken"),
+        pytest.param("[]", "rank.json", id="list"),
+        pytest.param({"schema": 2}, "schema", id="schema"),
+        pytest.param({"rank": None}, "rank", id="no-rank"),
+        pytest.param({"rank": 2}, "rank", id="rank-beyond"),
+        pytest.param({"rank": "0"}, "rank", id="rank-text"),
+        pytest.param({"world_size": 3}, "world_size", id="world-size"),
+        pytest.param({"hosts": [{"rank": 0, "name": "a", "address": "127.0.0.1"}] * 2}, "hosts", id="hosts-twice"),
+        pytest.param({"argv": []}, "argv", id="no-argv"),
+        pytest.param({"argv": "vllm serve"}, "argv", id="argv-text"),
+        pytest.param({"identity": {"a": 1}}, "identity", id="identity"),
+        pytest.param({"agent_port": 0}, "agent_port", id="port"),
+        pytest.param({"timeouts": {"peer": -1}}, "peer", id="timeout"),
+        pytest.param({"timeouts": {"peer": "soon"}}, "peer", id="timeout-text"),
+        pytest.param({"api": {"url": "ftp://x", "model": "m"}}, "api", id="api"),
+    ],
+)
+def test_a_bad_configuration_is_one_sentence(lab, text, word):
+    agent = lab[0]
+    if text is None:
+        agent.config_path.unlink()
+    elif isinstance(text, str):
+        agent.config_path.write_text(text, encoding="utf-8")
+    else:
+        agent.config_path.write_text(json.dumps({**agent.configuration, **text}), encoding="utf-8")
+    result = run(agent)
+    assert result.returncode == 78
+    lines = [line for line in (result.stdout + result.stderr).splitlines() if line]
+    assert len(lines) == 1
+    assert word in lines[0]
+    assert "Traceback" not in lines[0]
+
+
+def test_a_command_that_is_not_there(lab):
+    lab[0].configure(argv=["/nowhere/vllm", "serve", "x"])
+    lab.start()
+    wait_for(lambda: "/nowhere/vllm" in lab[0].output(), "it names the command")
+
+
+def test_check_tells_what_the_agent_would_find(lab):
+    result = run(lab[0], "--check")
+    assert (result.returncode, "Traceback" in result.stderr) == (0, False)
+    lab[0].config_path.write_text("{", encoding="utf-8")
+    result = run(lab[0], "--check")
+    assert result.returncode == 78
+    assert not lab[0].status_path.exists()
+
+
+def test_the_port_is_taken(lab):
+    with socket.create_server((lab[0].address, lab.agent_port)):
+        lab[0].start()
+        wait_for(lambda: str(lab.agent_port) in lab[0].output(), "it names the port")
+        assert lab[0].children() == {}
