@@ -53,6 +53,10 @@ options:
         description: Permission bits, octal, as a string.
         type: str
         default: "0644"
+      brief:
+        description: Whether a difference shows the SHA-256 of the file in place of its text, for programs.
+        type: bool
+        default: false
   secrets:
     description:
       - Files of the set whose content never shows up in a log, a result or a difference.
@@ -129,6 +133,7 @@ class File(t.NamedTuple):
     content: bytes
     mode: int
     secret: bool
+    brief: bool = False
 
 
 def parse_files(entries: list[dict[str, t.Any]], secrets: list[dict[str, t.Any]]) -> list[File]:
@@ -140,7 +145,7 @@ def parse_files(entries: list[dict[str, t.Any]], secrets: list[dict[str, t.Any]]
             raise ValueError(f"'{path}' is no absolute, plain path.")
         if not re.fullmatch(r"0?[0-7]{3}", mode):
             raise ValueError(f"The mode '{mode}' of {path} is no octal number such as '0644'.")
-        files.append(File(path, entry["content"].encode("utf-8"), int(mode, 8), secret))
+        files.append(File(path, entry["content"].encode("utf-8"), int(mode, 8), secret, bool(entry.get("brief"))))
     doubled = {file.path for file in files if sum(other.path == file.path for other in files) > 1}
     if doubled:
         raise ValueError(f"{', '.join(sorted(doubled))} is in the set twice.")
@@ -194,8 +199,12 @@ def difference(file: File, before: tuple[bytes, int] | None) -> dict[str, str]:
     entry = {"before_header": file.path, "after_header": file.path}
     if file.secret:
         return {**entry, "before": "(secret)\n" if before else "", "after": "(another secret)\n"}
-    entry["before"] = before[0].decode("utf-8", "replace") if before else ""
-    entry["after"] = file.content.decode("utf-8")
+    if file.brief:
+        for key, content in (("before", before[0] if before else None), ("after", file.content)):
+            entry[key] = "" if content is None else f"sha256: {hashlib.sha256(content).hexdigest()}\n"
+    else:
+        entry["before"] = before[0].decode("utf-8", "replace") if before else ""
+        entry["after"] = file.content.decode("utf-8")
     if before and before[0] == file.content:
         return {**entry, "before": f"mode: {before[1]:04o}\n", "after": f"mode: {file.mode:04o}\n"}
     return entry
@@ -245,6 +254,7 @@ def main() -> None:
                     "path": {"type": "path", "required": True},
                     "content": {"type": "str", "required": True},
                     "mode": {"type": "str", "default": "0644"},
+                    "brief": {"type": "bool", "default": False},
                 },
             },
             "secrets": {

@@ -596,7 +596,7 @@ class Prober:
     async def run(self) -> None:
         await self._first()
         times = self._timeouts
-        pause = min(max(times.probe_interval / 4, 0.05), 5.0)
+        pause = min(max(times.probe_interval / 4, 0.05), 15.0)
         steps, moved = await self._steps(), time.monotonic()
         while True:
             with contextlib.suppress(asyncio.TimeoutError):

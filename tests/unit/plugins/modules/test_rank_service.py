@@ -92,3 +92,6 @@ def test_differences_hide_secrets_and_show_modes():
     plain = File("/p", b"same", 0o644, False)
     assert rank_service.difference(plain, (b"same", 0o600))["after"] == "mode: 0644\n"
     assert rank_service.difference(plain, None)["after"] == "same"
+    program = plain._replace(brief=True)
+    assert rank_service.difference(program, None)["before"] == ""
+    assert rank_service.difference(program, None)["after"].startswith("sha256: ")
