@@ -9,13 +9,16 @@ import pytest
 from replica import FAULTS
 
 
+def engines(replica):
+    """Processes of the engine on each host."""
+    return [rank.run("pgrep -c -f 'scenario-serve/venv/bin/vllm'", check=False).strip() for rank in replica.ranks]
+
+
 @pytest.mark.parametrize("fault", [name for name in FAULTS if name != "power cut"])
 @pytest.mark.parametrize("number", [0, 1])
-def test_the_group_comes_back(replica, number, fault):
+def test_the_group_comes_back_and_leaves_nothing_behind(replica, number, fault):
     replica.wait_serving()
-    before = replica.generation()
+    before, running = replica.generation(), engines(replica)
     FAULTS[fault](replica.ranks[number])
     replica.wait_serving(after=before)
-    for rank in replica.ranks:
-        leftover = rank.run("pgrep -c -f 'scenario-serve/venv/bin/vllm'", check=False).strip()
-        assert leftover == "1"
+    assert engines(replica) == running

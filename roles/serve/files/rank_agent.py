@@ -939,7 +939,9 @@ class Agent:
             for number in (signal.SIGTERM, signal.SIGCONT):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(child.pid, number)
-        await self._until(lambda: not descendants(own), grace)
+            await self._until(lambda: child.ended, grace)
+        # What the engine itself leaves behind nobody ends: a moment, and it is killed.
+        await self._until(lambda: not descendants(own), min(grace, 1.0))
         end = time.monotonic() + GONE_TIMEOUT
         while (left := descendants(own)) and time.monotonic() < end:
             known |= left
