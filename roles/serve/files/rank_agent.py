@@ -133,8 +133,31 @@ class Config:
         return {**self.identity, **own}
 
 
+def parse_timeouts(document: dict[str, Any]) -> Timeouts:
+    known = vars(Timeouts())
+    for name, value in document.items():
+        if name not in known:
+            raise ConfigError(f"timeouts.{name} is not known to this agent")
+        # the comparison is false for what is not a number too
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise ConfigError(f"timeouts.{name} is {value}, it must be more than 0 seconds")
+    return Timeouts(**{name: float(value) for name, value in document.items()})
+
+
+# Where a value of another kind could be taken for something, such as a text for its letters.
+CONFIG_KINDS = {
+    **{"rank": int, "world_size": int, "agent_port": int, "restart_limit": int},
+    **{"hosts": list, "argv": list, "identity": dict, "api": dict, "timeouts": dict, "gpu_wait": bool},
+}
+
+
 def parse_config(document: Any) -> Config:
     """Raises ConfigError naming the key that is wrong."""
+    if not isinstance(document, dict):
+        raise ConfigError("it is not a JSON object")
+    for key, kind in CONFIG_KINDS.items():
+        if key in document and (not isinstance(document[key], kind) or (kind is int and document[key] is True)):
+            raise ConfigError(f"{key} is {json.dumps(document[key])}, which has the wrong form")
     try:
         if document["schema"] != 1:
             raise ConfigError(f"schema is {document['schema']}, this agent knows 1")
@@ -149,7 +172,7 @@ def parse_config(document: Any) -> Config:
             identity={str(key): str(value) for key, value in document["identity"].items()},
             api_url=str(document["api"]["url"]).rstrip("/"),
             api_model=str(document["api"]["model"]),
-            timeouts=Timeouts(**{key: float(value) for key, value in document["timeouts"].items()}),
+            timeouts=parse_timeouts(document["timeouts"]),
             restart_limit=int(document["restart_limit"]),
             restart_window=float(document["restart_window"]),
             gpu_wait=bool(document["gpu_wait"]),
@@ -164,9 +187,10 @@ def parse_config(document: Any) -> Config:
         raise ConfigError(f"rank is {config.rank} in a group of {config.world_size}")
     if not config.argv:
         raise ConfigError("argv is empty")
-    for name, value in vars(config.timeouts).items():
-        if value <= 0:
-            raise ConfigError(f"timeouts.{name} is {value}, it must be more than 0 seconds")
+    if not 0 < config.agent_port < 1 << 16:
+        raise ConfigError(f"agent_port is {config.agent_port}")
+    if not config.api_url.startswith(("http://", "https://")):
+        raise ConfigError(f"api.url is {config.api_url}, it must begin with http:// or https://")
     if config.timeouts.heartbeat >= config.timeouts.peer:
         raise ConfigError("timeouts.heartbeat must be shorter than timeouts.peer")
     return config
