@@ -33,11 +33,13 @@ if TYPE_CHECKING:
 ROOT_PACKAGES = (
     "ca-certificates",
     "dbus",
-    "g++",  # the engine's CPU build compiles with it
+    "g++",  # the engine's CPU build compiles with it, if it is not told not to
     "iproute2",
+    "libnuma1",  # the engine links with it
     "openssh-server",
     "procps",
     "python3",
+    "python3-dev",  # what it compiles includes this
     "python3-venv",
     "systemd",
     "systemd-sysv",

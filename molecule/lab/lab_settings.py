@@ -3,15 +3,16 @@
 # SPDX-License-Identifier: GPL-3.0-or-later
 """Names, addresses and folders of a lab: everything follows from a few environment variables.
 
-======================= ======================== ==================================================================
-variable                default                  meaning
-======================= ======================== ==================================================================
-``KIMI_K3_LAB_NAME``    ``kimi``                 several labs on one machine need different names (1 to 6 letters)
-``KIMI_K3_LAB_NET``     ``198.18.0``             first three numbers of the lab's /24 network
-``KIMI_K3_LAB_CACHE``   ``~/.cache/kimi-k3-lab`` downloads
-``KIMI_K3_LAB_STATE``   ``/var/lib/kimi-k3-lab/NAME``  root file system, hosts, checkpoint, logs
-``KIMI_K3_LAB_MIRROR``  see ``lab_apt``          Debian mirror that the hosts' root comes from
-======================= ======================== ==================================================================
+========================= ============================== ==========================================================
+variable                  default                        meaning
+========================= ============================== ==========================================================
+``KIMI_K3_LAB_NAME``      ``kimi``                       labs on one machine differ in it; 1 to 6 letters or digits
+``KIMI_K3_LAB_NET``       ``198.18.0``                   first three numbers of the lab's /24 network
+``KIMI_K3_LAB_CACHE``     ``~/.cache/kimi-k3-lab``       downloads
+``KIMI_K3_LAB_STATE``     ``/var/lib/kimi-k3-lab/NAME``  root file system, hosts, checkpoint, logs
+``KIMI_K3_LAB_INVENTORY`` ``inventory/lab``              folder of this checkout that the inventory is written to
+``KIMI_K3_LAB_MIRROR``    see ``lab_apt``                Debian mirror that the hosts' root comes from
+========================= ============================== ==========================================================
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ class Settings:
     net: str
     cache: Path
     state: Path
+    inventory: Path = PROJECT / "inventory" / "lab"
     mirror: str | None = None
 
     @classmethod
@@ -72,10 +74,11 @@ class Settings:
             raise LabError(f"KIMI_K3_LAB_NET is {net!r}: give three numbers, such as 198.18.0.") from None
         cache = Path(env.get("KIMI_K3_LAB_CACHE") or "~/.cache/kimi-k3-lab").expanduser()
         state = Path(env.get("KIMI_K3_LAB_STATE") or f"/var/lib/kimi-k3-lab/{name}").expanduser()
+        inventory = PROJECT / (env.get("KIMI_K3_LAB_INVENTORY") or "inventory/lab")
         for variable, path in (("CACHE", cache), ("STATE", state)):
             if not path.is_absolute():
                 raise LabError(f"KIMI_K3_LAB_{variable} is {str(path)!r}: give an absolute path.")
-        return cls(name, net, cache, state, env.get("KIMI_K3_LAB_MIRROR") or None)
+        return cls(name, net, cache, state, inventory, env.get("KIMI_K3_LAB_MIRROR") or None)
 
     @property
     def hosts(self) -> tuple[Host, ...]:
@@ -136,7 +139,3 @@ class Settings:
     @property
     def hub_root(self) -> Path:
         return self.state / "hub"
-
-    @property
-    def inventory(self) -> Path:
-        return PROJECT / "inventory" / "lab"
