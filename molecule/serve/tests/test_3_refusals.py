@@ -51,7 +51,7 @@ def test_ranks_that_differ_stay_down_and_say_why(replica, key, value):
             assert word in status["text"]
             assert word in rank.journal()
     # What failed is told by the playbooks as well, at once and not at the end of their patience.
-    output = playbook("playbooks/status.yml", "-e", "@molecule/serve/vars.yml", expect=2)
+    output = playbook("playbooks/status.yml", "-e", "@molecule/serve/vars/main.yml", expect=2)
     assert key in output
 
 
