@@ -305,6 +305,7 @@ class Checkpoint:
         outcome.changed = bool(outcome.fetch) or index_changed or summary_changed
         if not request.check:
             self._conclude(plan, summary_changed)
+            fetch.forget_parts(self._private, entries.values())
         outcome.verified = self._verified(plan)
         outcome.warnings = self._warnings
         return outcome
@@ -368,7 +369,7 @@ class Checkpoint:
         if data is None:
             data, digest = self._request.hub.read(entry)
             if not self._request.check and not os.path.lexists(final):
-                write_atomic(final, data)
+                write_atomic(final, data, temporary=self._own("early.tmp"))
                 self._record(entry, os.stat(final), digest, self._request.hub.name)
                 self._early.append(entry)
                 self._hashed.add(entry.path)
@@ -439,7 +440,7 @@ class Checkpoint:
             self._progress.begin("hashing", len(unproven), sum(entry.size for entry in unproven))
 
             def done(entry: Entry, digest: Digest, stats: os.stat_result) -> None:
-                self._progress.files_done += 1
+                self._progress.close(entry)
                 if digest.right:
                     self._hashed.add(entry.path)
                     previous = self._receipts.get(entry.path)
@@ -508,7 +509,7 @@ class Checkpoint:
         if self._request.check:
             return differs
         if differs:
-            write_atomic(path, content)
+            write_atomic(path, content, temporary=self._own("written.tmp"))
         if not self._receipts.matches(INDEX_NAME, path, plan.index):
             digest = Digest(plan.index)
             digest.update(content)
@@ -524,7 +525,8 @@ class Checkpoint:
             times = [receipt["hashed"] for entry in plan.entries if (receipt := self._receipts.get(entry.path))]
             proven = utc_now() if everything else min(times, default=utc_now())
             verify = "full" if everything else self._request.verify
-            write_json(self._summary_path, {**self._essence(plan), "proven": proven, "verify": verify})
+            summary = {**self._essence(plan), "proven": proven, "verify": verify}
+            write_json(self._summary_path, summary, temporary=self._own("written.tmp"))
 
     # Small things
 

@@ -17,7 +17,7 @@ import hashlib
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any
@@ -60,7 +60,7 @@ class Options:
     backoff: float = 1.0
     rate_limit: int = 0  # bytes per second over all connections; 0 is none
     min_rate: int = 0  # bytes per second and connection below which it is given up; 0 is none
-    min_rate_seconds: float = 30.0
+    min_rate_seconds: float = 30.0  # of waiting for bytes
     flush_bytes: int = 64 << 20  # data that may have to be fetched again after a kill
     flush_seconds: float = 1.0
 
@@ -75,6 +75,7 @@ class Task:
     inspect: Callable[[str], Any] | None = None
     resumed: int = 0
     fetched: int = 0
+    waited: float = 0.0  # seconds in which the other side had the turn
 
 
 class Throttle:
@@ -111,6 +112,7 @@ class Progress:
     files_done: int = 0
     _active: dict[str, list[int]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
+    _writing: threading.Lock = field(default_factory=threading.Lock)
     _started: float = field(default_factory=time.monotonic)
     _since: str = field(default_factory=utc_now)
     _last: tuple[float, int] = (0.0, 0)
@@ -143,6 +145,7 @@ class Progress:
             self.bytes_done += count
 
     def close(self, entry: Entry) -> None:
+        """A file is done."""
         with self._lock:
             self._active.pop(entry.path, None)
             self.files_done += 1
@@ -176,7 +179,7 @@ class Progress:
         if self.path is None:
             return
         # A full disk must not end the run for the sake of its report.
-        with contextlib.suppress(OSError):
+        with self._writing, contextlib.suppress(OSError):
             write_json(self.path, self.snapshot(), lasting=False)
 
     @contextlib.contextmanager
@@ -359,6 +362,19 @@ def journaled(directory: str, entry: Entry) -> int:
         return 0
 
 
+def forget_parts(directory: str, entries: Iterable[Entry]) -> None:
+    """Remove half fetched files that are none of the entries'."""
+    known = {os.path.basename(part_path("", entry)) for entry in entries}
+    parts = parts_dir(directory)
+    try:
+        names = os.listdir(parts)
+    except FileNotFoundError:
+        return
+    for name in names:
+        if name.removesuffix(".journal") not in known:
+            os.unlink(os.path.join(parts, name))
+
+
 def read_journal(path: str) -> int:
     try:
         with open(path, "rb") as stream:
@@ -477,7 +493,7 @@ class Fetcher:
         task.resumed += part.offset
         backoff = Backoff(self._options.retries, self._options.backoff, self._stop)
         while part.offset < entry.size:
-            began, before = time.monotonic(), task.fetched
+            waited, before = task.waited, task.fetched
             try:
                 body = source.open(entry, part.offset)
                 try:
@@ -489,9 +505,9 @@ class Fetcher:
                 finally:
                     body.close()
             except TransientError as error:
-                received, elapsed = task.fetched - before, time.monotonic() - began
+                received = task.fetched - before
                 # Only a connection that was worth having earns new tries.
-                if received and received >= self._options.min_rate * elapsed:
+                if received and received >= self._options.min_rate * (task.waited - waited):
                     backoff.reset()
                 backoff.wait(error)
             finally:
@@ -501,7 +517,7 @@ class Fetcher:
     def _copy(self, task: Task, body: Body, part: Part, digest: Digest) -> None:
         entry, options = task.entry, self._options
         buffer = memoryview(bytearray(min(_BUFFER, max(1, entry.size))))
-        window, received = time.monotonic(), 0
+        window, received = task.waited, 0
         filled = 0
 
         def store() -> None:
@@ -514,7 +530,12 @@ class Fetcher:
             while part.offset + filled < entry.size:
                 if self._stop.is_set():
                     raise StoppedError
-                count = body.readinto1(buffer[filled : min(len(buffer), filled + entry.size - part.offset - filled)])
+                began = time.monotonic()
+                try:
+                    count = body.readinto1(buffer[filled : min(len(buffer), entry.size - part.offset)])
+                finally:
+                    now = time.monotonic()
+                    task.waited += now - began
                 if not count:
                     raise TransientError(
                         f"The server closed after {part.offset + filled} of {entry.size} bytes of {entry.path}."
@@ -524,16 +545,17 @@ class Fetcher:
                 task.fetched += count
                 self._progress.advance(entry, count)
                 self._throttle.take(count)
-                now = time.monotonic()
                 if filled == len(buffer) or now - part.flushed_at >= options.flush_seconds:
                     store()
-                if options.min_rate and now - window >= options.min_rate_seconds:
-                    if received < options.min_rate * (now - window):
+                # Only the time spent waiting for bytes counts: a slow disk or a limit of our own is not their fault.
+                spent = task.waited - window
+                if options.min_rate and spent >= options.min_rate_seconds:
+                    if received < options.min_rate * spent:
                         raise TransientError(
-                            f"{entry.path} came at {human(received / (now - window))}/s, "
+                            f"{entry.path} came at {human(received / spent)}/s, "
                             f"below the floor of {human(options.min_rate)}/s."
                         )
-                    window, received = now, 0
+                    window, received = task.waited, 0
         finally:
             if filled:
                 store()

@@ -66,9 +66,13 @@ def sync_dir(path: str) -> None:
         os.close(descriptor)
 
 
-def write_atomic(path: str, data: bytes, lasting: bool = True) -> None:
-    """The whole content under the name, or the old one: never a part of it."""
-    temporary = f"{path}.{os.getpid()}.tmp"
+def write_atomic(path: str, data: bytes, *, lasting: bool = True, temporary: str | None = None) -> None:
+    """The whole content under the name, or the old one: never a part of it.
+
+    There is one writer at a time, so that the temporary name can be a fixed one: what a killed run leaves is used up by
+    the next one.
+    """
+    temporary = temporary or f"{path}.tmp"
     try:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, FILE_MODE)
         try:
@@ -89,8 +93,9 @@ def write_atomic(path: str, data: bytes, lasting: bool = True) -> None:
         sync_dir(os.path.dirname(path))
 
 
-def write_json(path: str, value: Any, lasting: bool = True) -> None:
-    write_atomic(path, json.dumps(value, indent=1, sort_keys=True).encode() + b"\n", lasting)
+def write_json(path: str, value: Any, *, lasting: bool = True, temporary: str | None = None) -> None:
+    data = json.dumps(value, indent=1, sort_keys=True).encode() + b"\n"
+    write_atomic(path, data, lasting=lasting, temporary=temporary)
 
 
 def read_json(path: str) -> Any:

@@ -108,7 +108,7 @@ options:
   min_rate:
     description:
       - Bytes per second below which a connection is given up and a new one is made, measured over
-        O(min_rate_seconds). V(0) means no floor.
+        O(min_rate_seconds) of waiting for bytes. V(0) means no floor.
     type: int
     default: 16384
   min_rate_seconds:

@@ -103,6 +103,12 @@ def test_a_server_that_stops_sending_is_left(world: Any) -> None:
     assert world.hub.bytes_sent(SHARD, "cdn") == len(world.files[SHARD])
 
 
+def test_a_server_that_stops_after_every_few_bytes_is_given_up(world: Any) -> None:
+    world.hub.fault("stall", path=SHARD, on="cdn", after=100, times=None)
+    with pytest.raises(FetchError, match=r"The server stopped sending\. Tried 3 times"):
+        world.run(client={"timeout": 0.05}, options={"min_rate": 16384, "retries": 2})
+
+
 def test_a_trickle_is_left(world: Any) -> None:
     world.hub.fault("trickle", path=SHARD, on="cdn", rate=10_000)
     world.run(options={"min_rate": 1_000_000, "min_rate_seconds": 0.2})
@@ -300,6 +306,11 @@ def test_a_limit_holds_over_all_connections(world: Any) -> None:
     assert time.monotonic() - began >= sum(map(len, world.files.values())) / 4_000_000 * 0.9
 
 
+def test_a_limit_of_ones_own_is_no_trickle(world: Any) -> None:
+    world.run(options={"rate_limit": 2_000_000, "min_rate": 200_000, "min_rate_seconds": 0.2, "retries": 0})
+    assert complete(world)
+
+
 def test_small_files_by_redirect(world: Any) -> None:
     world.hub.relative_redirects = True
     world.run()
@@ -311,9 +322,9 @@ def test_progress_is_told_while_it_lasts(world: Any, monkeypatch: pytest.MonkeyP
     seen: list[dict[str, Any]] = []
     real = module.write_json
 
-    def spy(path: str, value: Any, lasting: bool = True) -> None:
+    def spy(path: str, value: Any, **options: Any) -> None:
         seen.append(value)
-        real(path, value, lasting)
+        real(path, value, **options)
 
     monkeypatch.setattr(module, "write_json", spy)
     world.run(options={"rate_limit": 6_000_000})
