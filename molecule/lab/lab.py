@@ -184,6 +184,7 @@ def up(settings: Settings) -> None:
     settings.state.mkdir(parents=True, exist_ok=True)
     settings.cache.mkdir(parents=True, exist_ok=True)
     have_key(settings)
+    lab_hosts.network_up(settings, say)
     uv = lab_wheelhouse.uv_binary(settings, boxes, say)
     if not lab_hosts.root_is_made(settings, uv):
         for host in settings.hosts:
@@ -191,7 +192,6 @@ def up(settings: Settings) -> None:
         lab_hosts.make_root(settings, boxes, uv, say)
     lab_wheelhouse.make_wheelhouse(settings, boxes, say)
     revision = lab_checkpoint.publish(settings.hub_root, say)
-    lab_hosts.network_up(settings, say)
     start_hub(settings, boxes)
     started = [host for host in settings.hosts if lab_hosts.start_host(settings, boxes, host)]
     if started:

@@ -216,7 +216,7 @@ def verify_unit(module: AnsibleModule, files: list[File]) -> None:
     tool = module.get_bin_path("systemd-analyze")
     if unit is None or tool is None:
         return
-    with tempfile.TemporaryDirectory(dir=module.tmpdir) as folder:
+    with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, module.params["unit"])
         # The commands of a first installation do not exist yet: the syntax is what is asked about.
         text = re.sub(rb"(?m)^(Exec\w+)=.*$", rb"\1=/bin/true", unit.content)

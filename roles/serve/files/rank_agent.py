@@ -24,6 +24,7 @@ import ctypes
 import errno
 import hashlib
 import hmac
+import http.client
 import json
 import os
 import re
@@ -61,6 +62,8 @@ GONE_TIMEOUT = 30.0
 SILENT_ERRORS = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN})
 # Counters that grow with every step of the engine; gauges go stale in a wedged one and prove nothing.
 STEP_COUNTERS = ("vllm:iteration_tokens_total_count", "vllm:generation_tokens_total", "vllm:prompt_tokens_total")
+# What a request comes to that gets no answer in HTTP.
+NO_ANSWER = (OSError, ValueError, http.client.HTTPException)
 # What the agent got from systemd for itself alone.
 OWN_ENVIRONMENT = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "CREDENTIALS_DIRECTORY", "SYSTEMD_EXEC_PID")
 LOADING = re.compile(rb"Loading safetensors checkpoint shards:\s+(\d+)% Completed")
@@ -490,11 +493,18 @@ async def plain(reader: asyncio.StreamReader) -> dict[str, Any]:
         message = json.loads(await reader.readuntil(b"\n"))
     except asyncio.IncompleteReadError as error:
         raise LinkError("the connection was closed before it was proven") from error
-    except (asyncio.LimitOverrunError, ValueError) as error:
+    except (asyncio.LimitOverrunError, ValueError, RecursionError) as error:
         raise LinkError("this is not a rank agent") from error
     if not isinstance(message, dict):
         raise LinkError("this is not a rank agent")
     return message
+
+
+def check_hello(message: dict[str, Any]) -> None:
+    """Raises LinkError."""
+    right = message["type"] == "hello" and isinstance(message.get("identity"), dict)
+    if not right or not all(isinstance(message.get(key), int) for key in ("rank", "generation")):
+        raise LinkError("it does not greet as a rank agent")
 
 
 def put_plain(writer: asyncio.StreamWriter, **message: Any) -> None:
@@ -574,7 +584,7 @@ class Api:
     def healthy(self, timeout: float) -> bool:
         try:
             self._request("/health", timeout)
-        except (OSError, ValueError):
+        except NO_ANSWER:
             return False
         return True
 
@@ -582,7 +592,7 @@ class Api:
         """Engine steps and tokens so far, None when the engine does not say."""
         try:
             return step_count(self._request("/metrics", timeout).decode("utf-8", "replace"))
-        except (OSError, ValueError):
+        except NO_ANSWER:
             return None
 
     def token(self, timeout: float) -> Answer:
@@ -593,7 +603,7 @@ class Api:
             return Answer(bool(choices), "a token came" if choices else "the answer has no choices")
         except urllib.error.HTTPError as error:
             return Answer(False, f"the API answers a completion with HTTP {error.code}")
-        except (OSError, ValueError) as error:
+        except NO_ANSWER as error:
             reason = getattr(error, "reason", error)
             refused = isinstance(reason, ConnectionRefusedError)
             return Answer(
@@ -685,6 +695,7 @@ class Teller:
         self._path = path
         self._last_extended = 0.0
         self.ready = False
+        self._ready_told = False
         address = os.environ.get("NOTIFY_SOCKET", "")
         self._address = "\0" + address[1:] if address.startswith("@") else address
         self._watchdog = int(os.environ.get("WATCHDOG_USEC", "0") or 0) / 2e6
@@ -718,11 +729,16 @@ class Teller:
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
-    def notify(self, *lines: str) -> None:
+    def notify(self, *lines: str) -> bool:
+        """False when systemd could not take it, as while it reloads and its queue is full."""
         if self._address:
-            with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
-                sock.setblocking(False)
-                sock.sendto("\n".join(lines).encode(), self._address)
+            try:
+                with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+                    sock.setblocking(False)
+                    sock.sendto("\n".join(lines).encode(), self._address)
+            except OSError:
+                return False
+        return True
 
     def tell(self, **changes: Any) -> None:
         """Change the status; the file is written and systemd told when it differs from before."""
@@ -746,14 +762,17 @@ class Teller:
         if self._watchdog and at - self._last_watchdog >= self._watchdog / 2:
             self._last_watchdog = at
             self.notify("WATCHDOG=1")
+        if self.ready and not self._ready_told:
+            self.say_ready()
         if not self.ready and at - self._last_extended >= 10:
             self._last_extended = at
             self.notify("EXTEND_TIMEOUT_USEC=120000000")
 
     def say_ready(self) -> None:
-        if not self.ready:
-            self.ready = True
-            self.notify("READY=1", f"STATUS={self.document['text']}")
+        """Once, but until systemd has it: without it the unit is never active."""
+        self.ready = True
+        if not self._ready_told:
+            self._ready_told = self.notify("READY=1", f"STATUS={self.document['text']}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -876,7 +895,7 @@ class Agent:
 
     def _handle(self, kind: str, source: Any, value: Any) -> None:
         if kind == "signal":
-            raise End(EXIT_STOPPED, "stopped", "stopped by SIGTERM", failure=False)
+            raise self._stopped()
         if kind == "broken":
             raise End(EXIT_ENDED, "restarting", f"{self.config.own}: the agent failed: {value}")
         if kind == "child":
@@ -923,29 +942,59 @@ class Agent:
         """Tell the others why, before the connections close."""
         kind = {"stopped": "stopping", "mismatch": "mismatch", "given_up": "given_up"}.get(end.state, "end")
         for link in self.links():
-            link.send(type=kind, cause=end.cause)
+            link.send(type=kind, cause=end.cause, failures=self.teller.document["failures"])
 
     def judge(self, end: End) -> End:
         """What a failure comes to; only rank 0 counts."""
         return end
 
+    def patience(self) -> float:
+        """Seconds to wait for what rank 0 makes of a failure that was found here."""
+        return 0.0
+
+    def verdict(self, link: Any, message: dict[str, Any]) -> End | None:
+        """What rank 0 makes of it, None when this is no message of that kind."""
+        del link, message
+        return None
+
+    def forget_failures(self) -> None:
+        """Where an operator's hand was in it, the count begins anew."""
+        self.store.failures = []
+        self.teller.tell(failures=0)
+        with contextlib.suppress(OSError):
+            self.store.save()
+
+    def _stopped(self) -> End:
+        self.teller.notify("STOPPING=1")
+        self.forget_failures()
+        return End(EXIT_STOPPED, "stopped", "stopped by SIGTERM", failure=False)
+
+    async def _last_words(self, end: End) -> End:
+        """What comes in while the engine ends can change what the end is: rank 0 gives up, or the unit is stopped."""
+        limit = time.monotonic() + (self.patience() if end.failure else 0.0)
+        while event := await self.events.get(limit - time.monotonic()):
+            kind, source, value = event
+            if kind == "signal" and end.status == EXIT_ENDED:
+                return self._stopped()
+            if kind in ("closed", "lost"):
+                limit = 0.0
+            found = self.verdict(source, value) if kind == "message" else None
+            if found and end.status == EXIT_ENDED:
+                end, limit = found, 0.0
+        return end
+
     async def _end(self, end: End) -> int:
+        if end.failure:
+            self.teller.tell(last_failure={"when": now(), "generation": self.generation, "cause": end.cause})
         if self.committed and end.failure:
             end = self.judge(end)
         ran = self.committed
-        if end.state == "stopped":
-            self.teller.notify("STOPPING=1")
-            self.store.failures = []
-            with contextlib.suppress(OSError):
-                self.store.save()
-        if end.failure:
-            failure = {"when": now(), "generation": self.generation, "cause": end.cause}
-            self.teller.tell(last_failure=failure)
         self.farewell(end)
         text = f"ending generation {self.generation}: {end.cause}" if ran else end.cause
         self.teller.tell(state="stopping" if end.state == "stopped" else end.state, text=text)
         orderly = end.state == "stopped"
         await self._end_child(self.config.timeouts.stop if orderly else min(self.config.timeouts.stop, BROKEN_GRACE))
+        end = await self._last_words(end)
         for link in self.links():
             link.close()
         for task in list(self.tasks):
@@ -1038,6 +1087,7 @@ class Head(Agent):
             set_options(writer)
             link = await asyncio.wait_for(prove_to_worker(reader, writer, self.secret), HANDSHAKE_TIMEOUT)
             hello = await asyncio.wait_for(link.receive(), HANDSHAKE_TIMEOUT)
+            check_hello(hello)
         except (LinkError, OSError, EOFError, ValueError, asyncio.TimeoutError) as error:
             self._log_refusal(peer, str(error) or "said nothing in time")
             writer.close()
@@ -1058,10 +1108,8 @@ class Head(Agent):
             print(f"rank agent: a connection from {peer} was refused: {why}", flush=True)
 
     def handle(self, kind: str, source: Any, value: Any) -> None:
-        if kind == "hello" and value["type"] == "hello":
+        if kind == "hello":
             self._greet(source, value)
-        elif kind == "hello":
-            self._refuse(source, "it does not greet")
         elif kind == "message":
             self._hear(source, value)
         elif kind in ("closed", "lost"):
@@ -1083,10 +1131,10 @@ class Head(Agent):
         return self.config.hosts[rank] if isinstance(rank, int) and 0 < rank < self.config.world_size else None
 
     def _greet(self, link: Link, hello: dict[str, Any]) -> None:
-        theirs = {str(key): str(value) for key, value in dict(hello.get("identity") or {}).items()}
-        rank = hello.get("rank")
+        theirs = {str(key): str(value) for key, value in hello["identity"].items()}
+        rank = hello["rank"]
         known = self._host(rank)
-        told = Host(rank if isinstance(rank, int) else -1, str(hello.get("name"))[:100], link.peer)
+        told = Host(rank, str(hello.get("name"))[:100], link.peer)
         found = differences(self.config.own, self.config.agreed, told, theirs)
         if found and not self.committed:
             text = f"the ranks differ, none is started: {'; '.join(found)}"
@@ -1095,7 +1143,10 @@ class Head(Agent):
             raise End(EXIT_REFUSED, "mismatch", text)
         if found or known is None:
             why = f"this group runs with something else: {'; '.join(found)}" if found else f"there is no rank {rank}"
-            self._refuse(link, why)
+            self._refuse(link, told, why)
+            return
+        if told.name != known.name:
+            self._refuse(link, told, f"rank {rank} is {known.name} in the configuration of rank 0")
             return
         session = self.sessions.get(known.rank)
         if session and session.instance == hello.get("instance"):
@@ -1105,7 +1156,7 @@ class Head(Agent):
                 session.link.superseded = True
             session.link = link
         elif session and session.link and session.silence < self.config.timeouts.peer:
-            self._refuse(link, f"rank {rank} is held by the agent at {session.link.peer}, which is alive")
+            self._refuse(link, told, f"rank {rank} is held by the agent at {session.link.peer}, which is alive")
             return
         else:
             if self.committed:
@@ -1114,15 +1165,23 @@ class Head(Agent):
                 session.link.close()
             session = self.sessions[known.rank] = Session(known, str(hello.get("instance")), link)
         session.hear()
+        if not self.committed:
+            # The number grows also after rank 0 was installed anew.
+            self.generation = max(self.generation, hello["generation"])
         link.task = self.spawn(link.listen(self.events))
-        link.send(type="welcome", generation=self.generation if self.committed else 0, serving=self.serving)
+        link.send(
+            type="welcome",
+            generation=self.generation if self.committed else 0,
+            serving=self.serving,
+            failures=len(self.store.failures),
+        )
         if not self.committed and len(self.sessions) == self.config.world_size - 1:
             self._start()
         elif not self.committed:
             self._show_waiting()
 
-    def _refuse(self, link: Link, why: str) -> None:
-        self._log_refusal(link.peer, why)
+    def _refuse(self, link: Link, told: Host, why: str) -> None:
+        self._log_refusal(f"{told.name} at {link.peer}", why)
         link.send(type="refused", cause=why)
         link.close()
 
@@ -1162,6 +1221,7 @@ class Head(Agent):
             if not self.child and all(other.started for other in self.sessions.values()):
                 self._start_own()
         elif kind == "stopping":
+            self.forget_failures()
             self._lose(session, f"{session.host} was stopped", failure=False)
         elif kind == "end":
             self._lose(session, cause)
@@ -1263,6 +1323,7 @@ class Worker(Agent):
         self.session: Session | None = None
         self.connecting: asyncio.Task | None = None
         self.silent_told = False
+        self.judged = False
 
     def begin(self) -> None:
         self._show_waiting("")
@@ -1292,6 +1353,7 @@ class Worker(Agent):
                     rank=self.config.rank,
                     name=self.config.own.name,
                     instance=self.instance,
+                    generation=self.generation,
                     identity=self.config.agreed,
                 )
                 answer = await asyncio.wait_for(link.receive(), HANDSHAKE_TIMEOUT)
@@ -1339,6 +1401,7 @@ class Worker(Agent):
         if self.session and self.session.link:
             self.session.link.close()
         self.session = Session(self.config.head, "", link)
+        self._show_failures(answer)
         self.silent_told = False
         link.task = self.spawn(link.listen(self.events))
         if not self.child:
@@ -1362,14 +1425,30 @@ class Worker(Agent):
             link.send(type="started", generation=self.generation)
         elif kind == "serving" and self.child:
             self.serve()
-        elif kind == "mismatch":
-            raise End(EXIT_REFUSED, "mismatch", cause)
-        elif kind == "given_up":
-            raise End(EXIT_REFUSED, "given_up", cause)
         elif kind == "stopping":
             self._lose(f"{self.config.head} was stopped", failure=False)
-        elif kind == "end":
+        elif end := self.verdict(link, message):
+            self.judged = True
+            if end.status == EXIT_REFUSED:
+                raise end
             self._lose(cause)
+
+    def patience(self) -> float:
+        session, limit = self.session, self.config.timeouts.peer
+        heard = session is not None and session.link is not None and session.silence < limit
+        return limit if heard and not self.judged else 0.0
+
+    def verdict(self, link: Any, message: dict[str, Any]) -> End | None:
+        kind, cause = message["type"], str(message.get("cause", ""))[:2000]
+        if self.session is None or self.session.link is not link or kind not in ("end", "mismatch", "given_up"):
+            return None
+        self._show_failures(message)
+        return End(EXIT_ENDED, "restarting", cause) if kind == "end" else End(EXIT_REFUSED, kind, cause)
+
+    def _show_failures(self, message: dict[str, Any]) -> None:
+        """Rank 0 counts, and every rank shows it."""
+        if isinstance(message.get("failures"), int):
+            self.teller.tell(failures=message["failures"])
 
     def _part(self, kind: str, link: Link, how: str) -> None:
         if self.session is None or self.session.link is not link or link.superseded:
