@@ -841,7 +841,8 @@ class Agent:
         argv = list(config.argv)
         argv[0] = str(Path(argv[0]).parent.resolve() / Path(argv[0]).name)
         self.argv = argv
-        teller.tell(generation=self.generation)
+        # Not told yet: the first status is one with words.
+        teller.document["generation"] = self.generation
 
     # To be filled by head and worker
 
@@ -1051,7 +1052,7 @@ class Head(Agent):
         self.suspected: dict[int, float] = {}
         self.refusals: dict[str, float] = {}
         self.store.failures = recent(self.store.failures, time.time(), self.config.restart_window)
-        self.teller.tell(failures=len(self.store.failures))
+        self.teller.document["failures"] = len(self.store.failures)
 
     def begin(self) -> None:
         self._show_waiting()

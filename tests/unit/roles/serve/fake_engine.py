@@ -6,7 +6,7 @@
 
 What it keeps of the original is what a supervisor meets: rank 0 waits for ever for the other ranks; a token goes
 through every rank, so a dead or stopped rank lets completions hang while /health stays 200; a headless rank outlives
-its master; a worker process outlives a main process that crashed.
+its master; a worker process can outlive a main process that crashed.
 
 Files in the folder named by FAKE_CONTROL steer it while it runs:
   exit        an exit status: leave with it at once; the file is used up, unless the status is followed by " always"
@@ -15,7 +15,7 @@ Files in the folder named by FAKE_CONTROL steer it while it runs:
   error       completions answer 500
   slow_start  seconds that loading takes
 and it writes there: pids, one line "engine|worker PID" for each process it ever was.
-FAKE_STUBBORN=1: the worker process ignores SIGTERM. FAKE_DETACHED=1: it leads a session of its own.
+FAKE_STUBBORN=1: the worker process ignores SIGTERM and the end of its parent. FAKE_DETACHED=1: it leads a session of its own.
 """
 
 from __future__ import annotations
@@ -103,16 +103,19 @@ def info(text: str) -> None:
 
 
 def start_worker() -> int:
+    parent = os.getpid()
     pid = os.fork()
     if pid:
         CONTROL.note("worker", pid)
         return pid
     if os.environ.get("FAKE_DETACHED") == "1":
         os.setsid()
-    signal.signal(signal.SIGTERM, signal.SIG_IGN if os.environ.get("FAKE_STUBBORN") == "1" else signal.SIG_DFL)
+    stubborn = os.environ.get("FAKE_STUBBORN") == "1"
+    signal.signal(signal.SIGTERM, signal.SIG_IGN if stubborn else signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    while True:
-        signal.pause()
+    while stubborn or os.getppid() == parent:
+        time.sleep(TICK)
+    os._exit(0)
 
 
 def load() -> None:
