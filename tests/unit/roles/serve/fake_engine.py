@@ -13,9 +13,11 @@ Files in the folder named by FAKE_CONTROL steer it while it runs:
   hang        completions do not answer
   busy        completions do not answer, but tokens go on being produced
   error       completions answer 500
+  garbage     completions answer what is no HTTP
   slow_start  seconds that loading takes
 and it writes there: pids, one line "engine|worker PID" for each process it ever was.
-FAKE_STUBBORN=1: the worker process ignores SIGTERM and the end of its parent. FAKE_DETACHED=1: it leads a session of its own.
+FAKE_STUBBORN=1: the worker process ignores SIGTERM and the end of its parent. FAKE_DETACHED=1: it leads a session of its
+own. FAKE_DEAF=1: the main process ignores SIGTERM.
 """
 
 from __future__ import annotations
@@ -266,6 +268,10 @@ def build_server(options: dict[str, str], pipeline: Pipeline, counters: Counters
             if CONTROL.has("error"):
                 self.refuse(500, "EngineCore encountered an issue.")
                 return
+            if CONTROL.has("garbage"):
+                self.wfile.write(b"nonsense\r\n\r\n")
+                self.close_connection = True
+                return
             counters.requests += 1
             while CONTROL.has("hang") or CONTROL.has("busy"):
                 time.sleep(TICK)
@@ -348,7 +354,7 @@ def main() -> None:
         os.kill(worker, signal.SIGTERM)
         os._exit(0)
 
-    signal.signal(signal.SIGTERM, leave)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN if os.environ.get("FAKE_DEAF") == "1" else leave)
     signal.signal(signal.SIGINT, leave)
     if "--headless" in options:
         info(f"Launching vLLM (v{VERSION}) headless multiproc executor, with head node {options.get('--master-addr')}.")
