@@ -838,9 +838,10 @@ class Agent:
         self.started_at = 0.0
         self.tasks: set[asyncio.Task] = set()
         # The link of the environment may be turned to another one while this group runs.
-        argv = list(config.argv)
-        argv[0] = str(Path(argv[0]).parent.resolve() / Path(argv[0]).name)
-        self.argv = argv
+        self.argv = list(config.argv)
+        if "/" in self.argv[0]:
+            program = Path(self.argv[0])
+            self.argv[0] = str(program.parent.resolve() / program.name)
         # Not told yet: the first status is one with words.
         teller.document["generation"] = self.generation
 
@@ -855,10 +856,13 @@ class Agent:
     def tick(self) -> None:
         raise NotImplementedError
 
-    def links(self) -> list[Link]:
+    def peers(self) -> list[Session]:
         raise NotImplementedError
 
     # In common
+
+    def links(self) -> list[Link]:
+        return [session.link for session in self.peers() if session.link]
 
     def spawn(self, coroutine: Any) -> asyncio.Task:
         task = asyncio.get_running_loop().create_task(coroutine)
@@ -878,11 +882,17 @@ class Agent:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.events.put, "signal")
         beat, next_beat = self.config.timeouts.heartbeat, 0.0
+        last = time.monotonic()
         try:
             self.begin()
             while True:
                 self.teller.tick()
                 at = time.monotonic()
+                if at - last > self.config.timeouts.peer / 2:
+                    # This process stood still; what the others said meanwhile is still to be read.
+                    for session in self.peers():
+                        session.heard += at - last
+                last = at
                 if at >= next_beat:
                     next_beat = at + beat
                     for link in self.links():
@@ -918,6 +928,9 @@ class Agent:
             environment["VLLM_API_KEY"] = self.key
         print(f"rank agent: generation {self.generation}: {' '.join(self.argv)}", flush=True)
         try:
+            # seen from here, since what stands between (setpriv) only knows an exit status for it
+            if not shutil.which(self.argv[0]):
+                raise FileNotFoundError(errno.ENOENT, "there is no such program", self.argv[0])
             self.child = Child(self.argv, environment, asyncio.get_running_loop(), self.events)
         except OSError as error:
             raise End(EXIT_ENDED, "restarting", f"{self.config.own}: the engine cannot be started: {error}") from error
@@ -1058,8 +1071,8 @@ class Head(Agent):
         self._show_waiting()
         self.spawn(self._listen())
 
-    def links(self) -> list[Link]:
-        return [session.link for session in self.sessions.values() if session.link]
+    def peers(self) -> list[Session]:
+        return list(self.sessions.values())
 
     async def _listen(self) -> None:
         """Bind, again and again: at boot the address may come later than the agent."""
@@ -1330,8 +1343,8 @@ class Worker(Agent):
         self._show_waiting("")
         self._connect()
 
-    def links(self) -> list[Link]:
-        return [self.session.link] if self.session and self.session.link else []
+    def peers(self) -> list[Session]:
+        return [self.session] if self.session else []
 
     def _connect(self) -> None:
         if self.connecting is None or self.connecting.done():
@@ -1515,6 +1528,8 @@ def read_credential(name: str) -> str | None:
         return Path(folder, name).read_text(encoding="utf-8").strip() or None
     except FileNotFoundError:
         return None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the credential {name} cannot be read: {error}") from error
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -1536,10 +1551,10 @@ def main() -> int:
         config = load_config(options.config)
         if options.check:
             return EXIT_STOPPED
+        secret, key = read_credential("group-secret"), read_credential("api-key")
     except ConfigError as error:
         print(f"rank agent: {error}.", file=sys.stderr, flush=True)
         return EXIT_REFUSED
-    secret = read_credential("group-secret")
     if not secret:
         text = "the credential group-secret is missing: the unit must load it"
         print(f"rank agent: {text}.", file=sys.stderr, flush=True)
@@ -1554,7 +1569,7 @@ def main() -> int:
     kind = Head if config.rank == 0 else Worker
 
     async def run() -> int:
-        agent = kind(config, secret.encode(), read_credential("api-key"), teller, store)
+        agent = kind(config, secret.encode(), key, teller, store)
         status = await agent.run()
         # At once, from inside: a thread that waits for an answer of the API must not hold up the end.
         sys.stdout.flush()
