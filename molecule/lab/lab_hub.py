@@ -491,8 +491,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def write(self, data: bytes) -> None:
         """Send a piece of a file's body, and count it."""
-        self.wfile.write(data)
         self.entry_of_log.bytes += len(data)
+        self.wfile.write(data)
 
     def reset(self) -> None:
         """Close so that the other side sees a reset, not an end."""
@@ -603,10 +603,14 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.flush()
         if length <= 0:
             return
+        # Counted beforehand: who has read the last byte may look at the count at once.
+        self.entry_of_log.bytes += length
+        sent = 0
         try:
-            self.connection.sendfile(stream, begin, length)
+            sent = self.connection.sendfile(stream, begin, length)
         finally:
-            self.entry_of_log.bytes += stream.tell() - begin
+            if sent != length:
+                self.entry_of_log.bytes -= begin + length - stream.tell()
 
     def _corrupt(self, stream: Any, begin: int, length: int, at: int) -> None:
         if not begin <= at < begin + length:
