@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -150,11 +151,38 @@ FAULTS: dict[str, t.Callable[[Rank], None]] = {
 }
 
 
-def playbook(*words: str, expect: int = 0, env: dict[str, str] | None = None) -> str:
-    """Output of ansible-playbook from the checkout on the lab's inventory."""
+def _command(words: tuple[str, ...]) -> tuple[list[str], dict[str, str]]:
+    """ansible-playbook from the checkout on the lab's inventory, without what molecule sets for its own runs."""
     command = [str(Path(sys.executable).parent / "ansible-playbook"), "-i", str(INVENTORY), *words]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("ANSIBLE_", "MOLECULE_"))}
-    environment |= {"ANSIBLE_CONFIG": str(ROOT / "ansible.cfg"), "ANSIBLE_FORCE_COLOR": "0", **(env or {})}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("ANSIBLE_")}
+    return command, {**environment, "ANSIBLE_CONFIG": str(ROOT / "ansible.cfg"), "ANSIBLE_FORCE_COLOR": "0"}
+
+
+def playbook(*words: str, expect: int = 0) -> str:
+    """Output of a playbook that ends with the expected status."""
+    command, environment = _command(words)
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == expect, run.stdout[-8000:] + run.stderr[-4000:]
     return run.stdout + run.stderr
+
+
+def interrupted_playbook(task: str, *words: str) -> None:
+    """Run a playbook and press Ctrl-C when the named task begins."""
+    command, environment = _command(words)
+    run = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    output = ""
+    for line in run.stdout:
+        output += line
+        if task in line:
+            os.killpg(run.pid, signal.SIGINT)
+            break
+    output += run.stdout.read()
+    assert run.wait() != 0, f"the playbook ended before '{task}' could be interrupted: {output[-4000:]}"

@@ -194,7 +194,25 @@ def build(log: Log) -> None:
 
 
 def lab(log: Log) -> None:
+    """Hosts that have nothing yet, whatever ran on them before."""
+    log.run(sys.executable, LAB, "down")
     log.run(sys.executable, LAB, "up")
+
+
+def check_mode(log: Log) -> None:
+    """The whole deployment in check mode on those hosts: it says what it would do, and does none of it."""
+    output = log.run("ansible-playbook", "-i", INVENTORY, "site.yml", "--check", "--diff")
+    if len(re.findall(r"^rank\d +: .*changed=[1-9]\d* +unreachable=0 +failed=0", output, re.MULTILINE)) != 2:
+        raise CheckError("check mode did not announce changes on both hosts")
+    for word in ("+Type=notify", "+VLLM_PP_LAYER_PARTITION=", "plan_digest"):
+        if word not in output:
+            raise CheckError(f"the difference does not show {word}")
+    places = "/opt/kimi-k3 /srv/kimi-k3 /etc/kimi-k3 /run/kimi-k3 /etc/systemd/system/kimi-k3.service"
+    left = log.run(
+        "ansible", "kimi_k3", "-i", INVENTORY, "-m", "ansible.builtin.shell", "-a", f"ls -d {places} 2>/dev/null; true"
+    )
+    if "/kimi-k3" in left:
+        raise CheckError("check mode left something on a host")
 
 
 def molecule(scenario: str) -> Check:
@@ -249,6 +267,7 @@ CHECKS: dict[str, Check] = {
     "sanity": sanity,
     "build": build,
     "lab": lab,
+    "check-mode": check_mode,
     **{f"molecule-{name}": molecule(name) for name in SCENARIOS},
     "installed": installed,
     "site-oldest": site_oldest,
@@ -256,7 +275,7 @@ CHECKS: dict[str, Check] = {
 GROUPS = {
     "all": list(CHECKS),
     "lint": ["yamllint", "ruff", "readmes", "changelog", "docs", "ansible-lint"],
-    "molecule": ["lab", *[f"molecule-{name}" for name in SCENARIOS]],
+    "molecule": ["lab", "check-mode", *[f"molecule-{name}" for name in SCENARIOS]],
 }
 
 

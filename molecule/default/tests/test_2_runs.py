@@ -33,9 +33,7 @@ def test_check_mode_on_a_serving_group_says_no_change(replica):
 
 def test_a_change_in_check_mode_is_shown_and_not_made(replica):
     pids = replica.pids()
-    output = playbook(
-        "site.yml", "--check", "--diff", "-e", '{"serve_environment": {"SHOWN": "in the difference"}}'
-    )
+    output = playbook("site.yml", "--check", "--diff", "-e", '{"serve_environment": {"SHOWN": "in the difference"}}')
     assert '+SHOWN="in the difference"' in output
     assert replica.pids() == pids
     secret = replica.ranks[0].run("cat /etc/kimi-k3/group.secret").strip()

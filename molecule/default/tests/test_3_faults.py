@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import pytest
-from replica import FAULTS, playbook
+from replica import FAULTS, interrupted_playbook, playbook
 
 
 @pytest.fixture(scope="module")
@@ -30,3 +30,26 @@ def test_restarting_one_rank_by_playbook(replica, expected, number):
     playbook("playbooks/restart.yml", "--limit", replica.ranks[number].name)
     assert replica.serving(after=before)
     assert replica.complete() == expected
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_hung_rank_is_found(replica, expected, number):
+    """Nothing has died and C(/health) says 200: only a token that does not come tells."""
+    before = replica.generation()
+    rank = replica.ranks[number]
+    rank.run(f"pkill -STOP --session $(ps -o sid= -p {rank.status()['child_pid']})")
+    replica.wait_serving(after=before)
+    assert replica.complete() == expected
+    failures = [rank.status()["last_failure"]["cause"] for rank in replica.ranks]
+    assert any("wedged" in cause for cause in failures), failures
+
+
+def test_a_run_that_is_interrupted_is_finished_by_the_next(replica, expected):
+    before = replica.generation()
+    change = ("-e", '{"serve_environment": {"INTERRUPTED": "yes"}}')
+    interrupted_playbook("Start | Start the rank", "site.yml", *change)
+    playbook("site.yml", *change)
+    assert replica.serving(after=before)
+    assert replica.complete() == expected
+    for rank in replica.ranks:
+        assert "INTERRUPTED=yes" in rank.run(f"cat /proc/{rank.status()['child_pid']}/environ")

@@ -6,15 +6,10 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
-from replica import INVENTORY, ROOT, playbook
+from replica import interrupted_playbook, playbook
 
 CONVERGE = "molecule/serve/converge.yml"
 
@@ -101,23 +96,7 @@ def test_a_run_that_is_interrupted_is_finished_by_the_next(replica, task):
     replica.wait_serving()
     before = replica.generation()
     change = json.dumps({"serve_environment": {"INTERRUPTED": task[:9]}})
-    command = [str(Path(sys.executable).parent / "ansible-playbook"), "-i", str(INVENTORY), CONVERGE, "-e", change]
-    environment = {**os.environ, "ANSIBLE_CONFIG": str(ROOT / "ansible.cfg"), "ANSIBLE_FORCE_COLOR": "0"}
-    run = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    for line in run.stdout:
-        if task in line:
-            os.killpg(run.pid, signal.SIGINT)
-            break
-    run.stdout.read()
-    assert run.wait() != 0
+    interrupted_playbook(task, CONVERGE, "-e", change)
     playbook(CONVERGE, "-e", change)
     assert replica.serving(after=before)
     for rank in replica.ranks:
