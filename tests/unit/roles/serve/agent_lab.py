@@ -106,6 +106,72 @@ class Notifications:
         self._socket.close()
 
 
+class Relay:
+    """The network between a worker and rank 0: it can be cut, and heal with or without its connections.
+
+    A cut network says nothing: no connection is refused, closed or reset.
+    """
+
+    def __init__(self, address: tuple[str, int], target: tuple[str, int]) -> None:
+        self._target = target
+        self._listener = socket.create_server(address)
+        self._open = threading.Event()
+        self._open.set()
+        self._closed = False
+        self._dead: list[socket.socket] = []
+        self._pairs: list[tuple[socket.socket, socket.socket]] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near, _ = self._listener.accept()
+            except OSError:
+                return
+            self._open.wait()
+            try:
+                far = socket.create_connection(self._target)
+            except OSError:
+                near.close()
+                continue
+            self._pairs.append((near, far))
+            for one, other in ((near, far), (far, near)):
+                threading.Thread(target=self._forward, args=(one, other), daemon=True).start()
+
+    def _forward(self, source: socket.socket, target: socket.socket) -> None:
+        try:
+            while data := source.recv(65536):
+                self._open.wait()
+                if source in self._dead:
+                    return
+                target.sendall(data)
+            self._open.wait()
+            if source not in self._dead:
+                target.shutdown(socket.SHUT_WR)
+        except OSError:
+            return
+
+    def cut(self, *, for_good: bool = False) -> None:
+        """Nothing goes through until heal(); for good: and what is connected now never goes through again."""
+        if for_good:
+            self._dead += [each for pair in self._pairs for each in pair]
+        self._open.clear()
+
+    def heal(self) -> None:
+        self._open.set()
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._open.set()
+        for pair in self._pairs:
+            for each in pair:
+                with contextlib.suppress(OSError):
+                    each.shutdown(socket.SHUT_RDWR)
+                each.close()
+
+
 class Agent:
     """One host: an agent, its files, and what systemd does for it."""
 
@@ -128,6 +194,7 @@ class Agent:
         self.exits: list[int] = []
         self.leftovers: list[dict[int, str]] = []
         self.supervised = False
+        self.cleaned = True
         self._watch: threading.Thread | None = None
         self.digest_path.write_text("d" * 64 + "\n", encoding="utf-8")
         self.secret(SECRET)
@@ -170,7 +237,8 @@ class Agent:
     @property
     def command(self) -> list[str]:
         return [
-            sys.executable,
+            # without any package: the standard library has to do
+            *(sys.executable, "-I", "-S"),
             str(AGENT),
             *("--config", str(self.config_path), "--digest-file", str(self.digest_path)),
             *("--status", str(self.status_path), "--state-dir", str(self.state_dir)),
@@ -208,7 +276,8 @@ class Agent:
             self._started.set()
             status = self.process.wait()
             left = marked(self.mark)
-            end_marked(self.mark)
+            if self.cleaned:
+                end_marked(self.mark)
             self.leftovers.append(left)
             self.exits.append(status)
             if not self.supervised or status == 78:
@@ -286,6 +355,7 @@ class Lab:
         self.venv = folder / "venv"
         self.install_engine("a")
         self.agents: list[Agent] = []
+        self.relays: list[Relay] = []
         self.hosts = [
             {"rank": rank, "name": f"rank{rank}", "address": f"{self.network}.{rank + 1}"} for rank in range(size)
         ]
@@ -315,7 +385,11 @@ class Lab:
         """An engine in an environment of its own, and the symlink that the command names pointing to it."""
         folder = self.folder / "venvs" / name
         (folder / "bin").mkdir(parents=True)
-        shutil.copy(ENGINE, folder / "bin" / "vllm")
+        program = folder / "bin" / "vllm"
+        # as an installer does: the interpreter by its path
+        _, body = ENGINE.read_text(encoding="utf-8").split("\n", 1)
+        program.write_text(f"#!{sys.executable} -IS\n{body}", encoding="utf-8")
+        program.chmod(0o755)
         link = self.folder / f"venv.{name}"
         link.symlink_to(folder)
         link.rename(self.venv)
@@ -368,6 +442,14 @@ class Lab:
         for agent in self.agents:
             agent.reaches(state, generation)
 
+    def relay(self, rank: int) -> Relay:
+        """Put a network between this rank and rank 0 that the test can cut; before the start."""
+        address = f"{self.network}.{100 + rank}"
+        self.relays.append(Relay((address, self.agent_port), (self.hosts[0]["address"], self.agent_port)))
+        hosts = [{**self.hosts[0], "address": address}, *self.hosts[1:]]
+        self.agents[rank].configure(**{**self.agents[rank].configuration, "hosts": hosts})
+        return self.relays[-1]
+
     # The API
 
     def request(self, method: str, path: str, body: t.Any = None, key: str = "", timeout: float = 5) -> tuple[int, str]:
@@ -415,6 +497,8 @@ class Lab:
         end_marked(self.mark)  # what a supervisor started between the two
         for agent in self.agents:
             agent.notifications.close()
+        for relay in self.relays:
+            relay.close()
         shutil.rmtree(self.sockets, ignore_errors=True)
 
     def report(self) -> str:

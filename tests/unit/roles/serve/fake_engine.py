@@ -15,9 +15,8 @@ Files in the folder named by FAKE_CONTROL steer it while it runs:
   error       completions answer 500
   garbage     completions answer what is no HTTP
   slow_start  seconds that loading takes
-and it writes there: pids, one line "engine|worker PID" for each process it ever was.
-FAKE_STUBBORN=1: the worker process ignores SIGTERM and the end of its parent. FAKE_DETACHED=1: it leads a session of its
-own. FAKE_DEAF=1: the main process ignores SIGTERM.
+FAKE_STUBBORN=1: the worker process ignores SIGTERM and the end of its parent. FAKE_DETACHED=1: it leads a session of
+its own. FAKE_DEAF=1: the main process ignores SIGTERM.
 """
 
 from __future__ import annotations
@@ -269,6 +268,7 @@ def build_server(options: dict[str, str], pipeline: Pipeline, counters: Counters
                 self.refuse(500, "EngineCore encountered an issue.")
                 return
             if CONTROL.has("garbage"):
+                self.log_request()
                 self.wfile.write(b"nonsense\r\n\r\n")
                 self.close_connection = True
                 return

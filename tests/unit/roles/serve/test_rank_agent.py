@@ -99,6 +99,29 @@ def test_workers_start_before_rank_0(lab):
     assert int(ages[1][19]) <= int(ages[0][19])
 
 
+def test_a_group_of_one(labs):
+    lab = labs(1).start().serve(1)
+    lab.complete()
+    assert lab[0].status()["peers"] == []
+    lab[0].steer("hang")
+    down(lab[0])
+
+
+def test_nothing_starts_while_one_of_three_is_silent(labs):
+    lab = labs(3)
+    for agent in (lab[0], lab[2]):
+        agent.start(supervised=True)
+    wait_for(lambda: "rank 0 is there" in lab[2].status().get("text", ""), "rank2 is known")
+    os.kill(lab[2].pid, signal.SIGSTOP)
+    lab[1].start(supervised=True)
+    # it met rank1 while it still took rank2 for present, or found rank2 silent before
+    wait_for(lambda: "rank 2" in json.dumps([lab[0].status()["last_failure"], lab[0].status()["text"]]), "it is missed")
+    assert not (lab[0].control / "pids").exists()
+    os.kill(lab[2].pid, signal.SIGCONT)
+    lab.serve()
+    lab.complete()
+
+
 # Differences
 
 
@@ -183,17 +206,39 @@ def test_an_empty_secret_is_none(lab):
     assert "group-secret" in lab[0].output()
 
 
-def test_two_hosts_with_one_rank(labs):
-    lab = labs()
+def test_a_host_that_takes_the_rank_of_another(lab):
+    """Its name is not the one that rank 0 has for this rank: it is refused also when it comes first."""
     twin = lab.add(1, "twin", f"{lab.network}.9")
     twin.configure(hosts=[lab.hosts[0], {"rank": 1, "name": "twin", "address": twin.address}])
+    lab[0].start()
+    twin.start()
+    wait_for(lambda: "rank1" in twin.status().get("text", ""), "the twin is told whose rank it is")
+    assert "twin" in lab[0].output()
+    lab[1].start()
+    for agent in lab.agents[:2]:
+        agent.reaches("serving", 1)
+    lab.complete()
+    assert twin.children() == {}
+
+
+def test_a_credential_that_cannot_be_read(lab):
+    (lab[0].credentials / "api-key").mkdir()
+    lab[0].start()
+    assert lab[0].ended() == 78
+    assert "api-key" in lab[0].output()
+    assert "Traceback" not in lab[0].output()
+
+
+def test_two_hosts_with_one_rank(lab):
+    twin = lab.add(1, "twin", f"{lab.network}.9")
+    twin.configure()  # the very configuration of rank1, as after its files were copied
     lab[0].start()
     lab[1].start()
     lab[0].reaches("serving", 1)
     lab[1].reaches("serving", 1)
     twin.start()
-    wait_for(lambda: "rank 1" in twin.output() or not twin.alive, "the twin is told")
-    wait_for(lambda: "twin" in lab[0].output(), "rank0 names the twin")
+    wait_for(lambda: "held by" in twin.status().get("text", ""), "the twin is told")
+    assert "rank 1 is held by" in lab[0].output()
     assert twin.children() == {}
     lab.complete()
     assert lab[0].exits == lab[1].exits == []
@@ -305,6 +350,59 @@ def test_a_worker_of_a_session_of_its_own_does_not_stay(lab):
         down(agent)
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_engine_that_ignores_sigterm_is_killed(lab, rank):
+    lab[rank].environment["FAKE_DEAF"] = "1"
+    lab.start().serve()
+    lab[1 - rank].steer("exit", "1")
+    for agent in lab:
+        down(agent)
+    lab.start().serve(2)
+    assert lab[rank].stop() == 0
+    assert lab[rank].leftovers[1] == {}
+
+
+def test_a_stop_while_the_group_ends_is_a_stop(lab):
+    """systemd is told that it was asked for: the unit is inactive then, and not failed."""
+    lab[0].environment["FAKE_DEAF"] = "1"
+    configured(lab, timeouts={"stop": 4}).start().serve()
+    lab[1].steer("exit", "1")
+    lab[0].reaches("restarting")
+    lab[0].supervised = False
+    assert lab[0].stop() == 0
+    assert lab[0].state == "stopped"
+    assert lab[0].status()["failures"] == 0
+    assert lab[0].status()["last_failure"]["cause"]
+
+
+def test_an_engine_does_not_outlive_its_agent(lab):
+    """Not even until systemd cleans up."""
+    lab.start().serve()
+    lab[1].cleaned = False
+    engine = lab[1].engine()
+    lab[1].signal(signal.SIGKILL)
+    wait_for(lambda: engine not in lab[1].children(), "the engine is gone")
+
+
+def test_the_end_does_not_wait_for_the_api(labs):
+    """A request that hangs, with hours left until its timeout, is no reason to stay."""
+    lab = labs(1)
+    configured(lab, timeouts={"start": 3600})
+    with socket.create_server((lab[0].address, 0)) as api:
+        configuration = lab[0].configuration
+        configuration["api"]["url"] = f"http://{lab[0].address}:{api.getsockname()[1]}"
+        lab[0].configure(**configuration)
+        lab[0].start()
+        connection, _ = api.accept()
+        connection.recv(65536)
+        connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+        connection.close()
+        connection, _ = api.accept()
+        assert b"/v1/completions" in connection.recv(65536)
+        assert lab[0].stop() == 0
+        connection.close()
+
+
 # Silence, hangs, load
 
 
@@ -322,6 +420,71 @@ def test_a_silent_peer_is_suspected_and_not_killed(lab):
     assert lab[0].state == "suspect"
     lab.complete()
     os.kill(lab[1].pid, signal.SIGCONT)
+    lab.serve(1)
+    assert [agent.engine() for agent in lab] == engines
+    assert [agent.exits for agent in lab] == [[], []]
+
+
+def test_a_rank_that_stood_still_itself_suspects_nobody(lab):
+    """Longer than the orphan's time, and all that the others said meanwhile is still to be read."""
+    configured(lab, timeouts={"orphan": 1}).start().serve(1)
+    engines = [agent.engine() for agent in lab]
+    for agent in reversed(lab.agents[1:]):
+        os.kill(agent.pid, signal.SIGSTOP)
+    stopped = time.monotonic()
+    lab[0].reaches("suspect")
+    wait_for(lambda: time.monotonic() - stopped > 2, "longer than the orphan's time")
+    os.kill(lab[1].pid, signal.SIGCONT)
+    lab.serve(1)
+    assert [agent.engine() for agent in lab] == engines
+    assert [agent.exits for agent in lab] == [[], []]
+
+
+@pytest.mark.parametrize("for_good", [False, True])
+def test_a_cut_between_the_agents_heals(lab, for_good):
+    """The engines' own network works on, as InfiniBand does when the management network is cut."""
+    configured(lab, timeouts={"orphan": 30})
+    relay = lab.relay(1)
+    lab.start().serve(1)
+    engines = [agent.engine() for agent in lab]
+    relay.cut(for_good=for_good)
+    lab.reaches("suspect")
+    tokens = lab.metric("vllm:generation_tokens_total")
+    wait_for(lambda: lab.metric("vllm:generation_tokens_total") > tokens, "probes come through")
+    relay.heal()
+    lab.serve(1)
+    for agent in lab:
+        wait_for(lambda a=agent: a.status()["peers"][0]["state"] == "connected", f"{agent.name} hears the other")
+    assert [agent.engine() for agent in lab] == engines
+    assert [agent.exits for agent in lab] == [[], []]
+    # and the new connection is as good as the first one
+    lab[1].steer("exit", "1")
+    for agent in lab:
+        down(agent)
+    assert "rank 1" in lab[0].status()["last_failure"]["cause"]
+
+
+def test_a_cut_that_stays_ends_the_worker(lab):
+    configured(lab, timeouts={"orphan": 1})
+    relay = lab.relay(1)
+    lab.start(supervised=True).serve(1)
+    relay.cut(for_good=True)
+    down(lab[1])
+    assert "rank 0" in lab[1].status()["last_failure"]["cause"]
+    # rank 0 has no word of it, but asks for tokens, and none comes
+    down(lab[0])
+    relay.heal()
+    lab.serve(2)
+    lab.complete()
+
+
+def test_rank_0_that_stood_still_is_found_again(lab):
+    """Shorter than the orphan's time: the worker looks for it, and takes up with it again."""
+    configured(lab, timeouts={"orphan": 30}).start().serve(1)
+    engines = [agent.engine() for agent in lab]
+    os.kill(lab[0].pid, signal.SIGSTOP)
+    lab[1].reaches("suspect")
+    os.kill(lab[0].pid, signal.SIGCONT)
     lab.serve(1)
     assert [agent.engine() for agent in lab] == engines
     assert [agent.exits for agent in lab] == [[], []]
@@ -395,6 +558,15 @@ def test_an_engine_that_answers_errors_ends(lab):
     lab[0].unsteer("error")
     lab.serve(2)
     assert "500" in lab[0].status()["last_failure"]["cause"]
+
+
+def test_an_api_that_answers_garbage_is_asked_again(lab):
+    lab[0].steer("garbage")
+    lab.start()
+    wait_for(lambda: lab[0].output().count("POST /v1/completions") >= 2 or lab[0].exits, "it asks again")
+    assert lab[0].exits == []
+    lab[0].unsteer("garbage")
+    lab.serve(1)
 
 
 def test_a_worker_without_rank_0_ends_itself(lab):
@@ -580,6 +752,25 @@ def test_what_systemd_hears(lab):
     down(lab[0])
 
 
+def test_ready_is_said_again_when_systemd_could_not_take_it(lab):
+    """As while it reloads: without the message the unit would never become active."""
+    path = lab.sockets / "full"
+    with (
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener,
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as filler,
+    ):
+        listener.bind(str(path))
+        listener.settimeout(10)
+        filler.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                filler.sendto(b"X=1", str(path))
+        lab[1].environment["NOTIFY_SOCKET"] = str(path)
+        lab.start().serve()
+        while b"READY=1" not in listener.recv(65536):
+            pass
+
+
 def test_an_abstract_notification_socket(lab):
     name = f"\0{lab.mark}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
@@ -651,7 +842,7 @@ def test_a_wrong_api_key_is_told(lab):
     """The engine has a key that the agent does not know, as when it comes from the environment file."""
     lab[0].environment["VLLM_API_KEY"] = API_KEY
     lab.start()
-    wait_for(lambda: "401" in lab[0].output() or lab[0].state == "serving", "it says so")
+    wait_for(lambda: "401" in lab[0].status().get("text", ""), "it says so")
 
 
 def test_the_engine_is_the_one_that_the_link_named_at_the_start(lab):
@@ -728,7 +919,9 @@ def test_a_bad_configuration_is_one_sentence(lab, text, word):
 def test_a_command_that_is_not_there(lab):
     lab[0].configure(argv=["/nowhere/vllm", "serve", "x"])
     lab.start()
-    wait_for(lambda: "/nowhere/vllm" in lab[0].output(), "it names the command")
+    for agent in lab:
+        down(agent)
+        assert "/nowhere/vllm" in agent.status()["last_failure"]["cause"]
 
 
 def test_check_tells_what_the_agent_would_find(lab):
