@@ -312,9 +312,17 @@ def stop_host(settings: Settings, boxes: Boxes, host: Host) -> None:
         if time.monotonic() > deadline:
             subprocess.run(["ip", "link", "delete", veth(host)], capture_output=True, check=False)
         time.sleep(0.02)
+    _forget_lock(host_folder(settings, host) / "root")
     unmount_below(host_folder(settings, host))
     with contextlib.suppress(OSError):
         Path("/run/systemd/nspawn/propagate", host.machine).rmdir()
+
+
+def _forget_lock(root: Path) -> None:
+    """A host that is killed leaves the file with which systemd-nspawn keeps others off its folder."""
+    with contextlib.suppress(OSError):
+        status = root.stat()
+        Path(f"/run/systemd/nspawn/locks/inode-{status.st_dev}:{status.st_ino}").unlink()
 
 
 def unmount_below(folder: Path) -> None:
