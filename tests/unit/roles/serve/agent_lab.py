@@ -25,6 +25,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[4]
 AGENT = ROOT / "roles/serve/files/rank_agent.py"
 ENGINE = Path(__file__).resolve().with_name("fake_engine.py")
+# The agents and engines can run on another interpreter than the tests, such as the oldest one that hosts may have.
+PYTHON = os.environ.get("RANK_AGENT_PYTHON", sys.executable)
 SECRET = "the-secret-of-this-group-0123456789"
 API_KEY = "the-key-of-this-api-9876543210"
 CEILING = 20.0
@@ -109,7 +111,7 @@ class Notifications:
 class Relay:
     """The network between a worker and rank 0: it can be cut, and heal with or without its connections.
 
-    A cut network says nothing: no connection is refused, closed or reset.
+    A cut network says nothing: no connection is refused, closed or reset. With spoil set, one byte arrives as another.
     """
 
     def __init__(self, address: tuple[str, int], target: tuple[str, int]) -> None:
@@ -117,7 +119,7 @@ class Relay:
         self._listener = socket.create_server(address)
         self._open = threading.Event()
         self._open.set()
-        self._closed = False
+        self.spoil = False
         self._dead: list[socket.socket] = []
         self._pairs: list[tuple[socket.socket, socket.socket]] = []
         threading.Thread(target=self._accept, daemon=True).start()
@@ -144,6 +146,9 @@ class Relay:
                 self._open.wait()
                 if source in self._dead:
                     return
+                if self.spoil:
+                    self.spoil = False
+                    data = bytes([data[0] ^ 1]) + data[1:]
                 target.sendall(data)
             self._open.wait()
             if source not in self._dead:
@@ -238,7 +243,7 @@ class Agent:
     def command(self) -> list[str]:
         return [
             # without any package: the standard library has to do
-            *(sys.executable, "-I", "-S"),
+            *(PYTHON, "-I", "-S"),
             str(AGENT),
             *("--config", str(self.config_path), "--digest-file", str(self.digest_path)),
             *("--status", str(self.status_path), "--state-dir", str(self.state_dir)),
@@ -388,7 +393,7 @@ class Lab:
         program = folder / "bin" / "vllm"
         # as an installer does: the interpreter by its path
         _, body = ENGINE.read_text(encoding="utf-8").split("\n", 1)
-        program.write_text(f"#!{sys.executable} -IS\n{body}", encoding="utf-8")
+        program.write_text(f"#!{PYTHON} -IS\n{body}", encoding="utf-8")
         program.chmod(0o755)
         link = self.folder / f"venv.{name}"
         link.symlink_to(folder)

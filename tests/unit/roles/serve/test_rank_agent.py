@@ -17,8 +17,9 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[4] / "roles/serve/files")]
 
+import rank_agent
 from agent_lab import API_KEY, SECRET, Agent, Lab, marked, wait_for
 
 FIELDS = {
@@ -58,6 +59,53 @@ def down(agent: Agent, statuses: tuple[int, ...] = (1,)) -> None:
     wait_for(lambda: agent.exits, f"{agent.name} ends")
     assert agent.exits[0] in statuses
     assert agent.leftovers[0] == {}
+
+
+# What needs no process
+
+
+def test_steps_are_counted_over_all_engines_and_kinds():
+    text = (
+        "# TYPE vllm:generation_tokens_total counter\n"
+        'vllm:generation_tokens_total{engine="0",model_name="a } b"} 3.0\n'
+        'vllm:generation_tokens_total{engine="1",model_name="x"} 4.0 1700000000\n'
+        'vllm:iteration_tokens_total_count{engine="0"} 1.5e+01\n'
+        'vllm:iteration_tokens_total_sum{engine="0"} 1000.0\n'
+        'vllm:iteration_tokens_total_bucket{engine="0",le="1"} 1000.0\n'
+        'vllm:num_requests_running{engine="0"} 1000.0\n'
+        "vllm:prompt_tokens_total 100\n"
+        "vllm:generation_tokens_total_more 1000\n"
+    )
+    assert rank_agent.step_count(text) == 122
+    assert rank_agent.step_count("") == 0
+
+
+def test_differences_name_key_values_and_hosts():
+    one, two = rank_agent.Host(0, "alpha", "a"), rank_agent.Host(1, "beta", "b")
+    phrases = rank_agent.differences(one, {"same": "1", "a": "x", "gone": "y"}, two, {"same": "1", "a": "z", "new": ""})
+    assert len(phrases) == 3
+    assert all("rank 0 (alpha)" in phrase and "rank 1 (beta)" in phrase for phrase in phrases)
+    assert [phrase.split()[0] for phrase in phrases] == ["a", "gone", "new"]
+
+
+def test_a_clock_that_was_set_back_leaves_no_failures_behind():
+    assert rank_agent.recent([10.0, 95.0, 100.0, 500.0], 100.0, 10.0) == [95.0, 100.0]
+
+
+def test_a_proof_is_of_its_parts_and_not_of_their_joint_text():
+    secret = b"s"
+    assert rank_agent.proof(secret, "a", "bc") != rank_agent.proof(secret, "ab", "c")
+    assert rank_agent.proof(secret, "a", "b") != rank_agent.proof(b"t", "a", "b")
+    assert rank_agent.proof(secret, "a", "b") == rank_agent.proof(secret, "a", "b")
+
+
+def test_a_written_file_is_whole_or_the_one_before(tmp_path):
+    path = tmp_path / "status.json"
+    rank_agent.write_atomic(path, "before")
+    with pytest.raises(UnicodeEncodeError):
+        rank_agent.write_atomic(path, "\ud800")
+    assert path.read_text(encoding="utf-8") == "before"
+    assert list(tmp_path.iterdir()) == [path]
 
 
 # Coming together
@@ -109,6 +157,7 @@ def test_a_group_of_one(labs):
 
 def test_nothing_starts_while_one_of_three_is_silent(labs):
     lab = labs(3)
+    configured(lab, timeouts={"orphan": 1})
     for agent in (lab[0], lab[2]):
         agent.start(supervised=True)
     wait_for(lambda: "rank 0 is there" in lab[2].status().get("text", ""), "rank2 is known")
@@ -353,7 +402,7 @@ def test_a_worker_of_a_session_of_its_own_does_not_stay(lab):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_engine_that_ignores_sigterm_is_killed(lab, rank):
     lab[rank].environment["FAKE_DEAF"] = "1"
-    lab.start().serve()
+    configured(lab, timeouts={"stop": 0.5}).start().serve()
     lab[1 - rank].steer("exit", "1")
     for agent in lab:
         down(agent)
@@ -365,7 +414,7 @@ def test_an_engine_that_ignores_sigterm_is_killed(lab, rank):
 def test_a_stop_while_the_group_ends_is_a_stop(lab):
     """systemd is told that it was asked for: the unit is inactive then, and not failed."""
     lab[0].environment["FAKE_DEAF"] = "1"
-    configured(lab, timeouts={"stop": 4}).start().serve()
+    configured(lab, timeouts={"stop": 2}).start().serve()
     lab[1].steer("exit", "1")
     lab[0].reaches("restarting")
     lab[0].supervised = False
@@ -626,25 +675,24 @@ def test_a_child_that_dies_at_once_is_not_started_for_ever(lab, rank):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_orderly_stop_clears_the_count(lab, rank):
-    configured(lab, restart_limit=3)
+    configured(lab, restart_limit=2)
     lab.start(supervised=True).serve(1)
-    for generation in (2, 3):
-        lab[1].steer("exit", "1")
-        lab.serve(generation)
-    assert [agent.status()["failures"] for agent in lab] == [2, 2]
+    lab[1].steer("exit", "1")
+    lab.serve(2)
+    assert [agent.status()["failures"] for agent in lab] == [1, 1]
     lab[rank].stop()
     lab[rank].start(supervised=True)
-    lab.serve(4)
+    lab.serve(3)
     assert [agent.status()["failures"] for agent in lab] == [0, 0]
     lab[1].steer("exit", "1")
-    lab.serve(5)
+    lab.serve(4)
     assert [agent.status()["failures"] for agent in lab] == [1, 1]
 
 
 def test_failures_outside_the_window_are_forgotten(lab):
     configured(lab, restart_limit=2, restart_window=0.2)
     lab.start(supervised=True).serve(1)
-    for generation in (2, 3, 4):
+    for generation in (2, 3):
         lab[0].steer("exit", "1")
         lab.serve(generation)
 
@@ -711,6 +759,36 @@ def connections(pid: int, port: int) -> int:
     return sum(
         row[3] in ("01", "08") and row[1].endswith(f":{port:04X}") and f"socket:[{row[9]}]" in inodes for row in rows
     )
+
+
+def test_a_rank_0_that_does_not_know_the_secret_is_not_obeyed(lab):
+    """Nor does it learn anything: what the worker says of itself comes after the proof."""
+    address = (lab[0].address, lab.agent_port)
+    with socket.create_server(address) as impostor:
+        lab[1].start()
+        connection, _ = impostor.accept()
+        with connection, connection.makefile("rb") as heard:
+            connection.sendall(json.dumps({"protocol": 1, "nonce": "a" * 64}).encode() + b"\n")
+            first = json.loads(heard.readline())
+            start = json.dumps({"type": "start", "generation": 9})
+            connection.sendall(json.dumps({"proof": first["proof"]}).encode() + f"\n{'0' * 64} {start}\n".encode())
+            assert heard.read() == b""
+        wait_for(lambda: "secret" in lab[1].status().get("text", ""), "it says why")
+        assert lab[1].children() == {}
+        assert lab[1].exits == []
+    lab[0].start()
+    lab.serve(1)
+
+
+def test_a_message_that_was_changed_on_its_way_counts_as_a_break(lab):
+    relay = lab.relay(1)
+    lab.start(supervised=True).serve(1)
+    relay.spoil = True
+    for agent in lab:
+        down(agent)
+    lab.serve(2)
+    assert "proven" in lab[0].output() + lab[1].output()
+    lab.complete()
 
 
 # Telling
