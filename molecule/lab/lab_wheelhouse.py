@@ -221,7 +221,7 @@ def fetch(settings: Settings, boxes: Boxes, lock: Path, say: Callable[[str], Non
 def _download(settings: Settings, boxes: Boxes, pins: list[Pin], index: str | None = None) -> bool:
     """Download into a folder beside the pool, so that only whole files come into the pool."""
     incoming = settings.wheels / ".incoming"
-    shutil.rmtree(incoming, ignore_errors=True)
+    shutil.rmtree(incoming, ignore_errors=True)  # of a download that was killed; pip's cache has what was whole
     incoming.mkdir()
     lock = incoming / "lock.txt"
     lock.write_text("".join(str(pin) for pin in pins))
