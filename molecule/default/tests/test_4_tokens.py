@@ -18,10 +18,12 @@ REFERENCE = """
 import json, sys
 from vllm import LLM, SamplingParams
 
-arguments, prompts = json.loads(sys.argv[1])
-engine = LLM(**arguments)
-answers = engine.generate(prompts, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True), use_tqdm=False)
-print("TOKENS " + json.dumps([list(answer.outputs[0].token_ids) for answer in answers]))
+# The engine's own processes import this file again.
+if __name__ == "__main__":
+    arguments, prompts = json.loads(sys.argv[1])
+    engine = LLM(**arguments)
+    answers = engine.generate(prompts, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True), use_tqdm=False)
+    print("TOKENS " + json.dumps([list(answer.outputs[0].token_ids) for answer in answers]))
 """
 
 
@@ -31,11 +33,7 @@ def reference(replica):
     host = replica.ranks[0]
     variables = yaml.safe_load(INVENTORY.read_text(encoding="utf-8"))["kimi_k3"]["vars"]
     playbook("playbooks/fetch.yml", "--limit", host.name, "-e", "checkpoint_scope=all checkpoint_path=/srv/reference")
-    arguments = {
-        name.replace("-", "_"): value
-        for name, value in variables["serve_args"].items()
-        if name in ("dtype", "max-model-len", "compilation-config", "trust-remote-code", "seed")
-    }
+    arguments = {name.replace("-", "_"): value for name, value in variables["serve_args"].items()}
     arguments["model"] = "/srv/reference"
     host.run(f"cat > /root/reference.py <<'END'\n{REFERENCE}\nEND")
     words = json.dumps([arguments, PROMPTS])
