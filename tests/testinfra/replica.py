@@ -167,7 +167,10 @@ def playbook(*words: str, expect: int = 0) -> str:
 
 
 def interrupted_playbook(task: str, *words: str) -> None:
-    """Run a playbook and press Ctrl-C when the named task begins."""
+    """Run a playbook and press Ctrl-C when the named task begins.
+
+    ansible-core can hang for ever then, when a fork dies with its lock on the queue of results: patience ends it.
+    """
     command, environment = _command(words)
     run = subprocess.Popen(
         command,
@@ -184,5 +187,9 @@ def interrupted_playbook(task: str, *words: str) -> None:
         if task in line:
             os.killpg(run.pid, signal.SIGINT)
             break
-    output += run.stdout.read()
-    assert run.wait() != 0, f"the playbook ended before '{task}' could be interrupted: {output[-4000:]}"
+    try:
+        output += run.communicate(timeout=30)[0]
+    except subprocess.TimeoutExpired:
+        os.killpg(run.pid, signal.SIGKILL)
+        output += run.communicate()[0]
+    assert run.returncode != 0, f"the playbook ended before '{task}' could be interrupted: {output[-4000:]}"
