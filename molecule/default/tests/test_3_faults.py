@@ -28,7 +28,7 @@ def test_the_group_comes_back(replica, expected, number, fault):
 def test_restarting_one_rank_by_playbook(replica, expected, number):
     before = replica.generation()
     playbook("playbooks/restart.yml", "--limit", replica.ranks[number].name)
-    assert replica.serving(after=before)
+    replica.wait_serving(after=before)
     assert replica.complete() == expected
 
 
@@ -49,7 +49,7 @@ def test_a_run_that_is_interrupted_is_finished_by_the_next(replica, expected):
     change = ("-e", '{"serve_environment": {"INTERRUPTED": "yes"}}')
     interrupted_playbook("Start | Start the rank", "site.yml", *change)
     playbook("site.yml", *change)
-    assert replica.serving(after=before)
+    replica.wait_serving(after=before)
     assert replica.complete() == expected
     for rank in replica.ranks:
         assert "INTERRUPTED=yes" in rank.run(f"cat /proc/{rank.status()['child_pid']}/environ")

@@ -77,7 +77,7 @@ def test_a_rank_that_was_stopped_is_started_and_the_other_left_to_the_agents(rep
     replica.wait("rank 0 waits", lambda: replica.ranks[0].status().get("state") == "waiting")
     assert replica.ranks[1].status()["state"] == "stopped"
     playbook(CONVERGE)
-    assert replica.serving(after=before)
+    replica.wait_serving(after=before)
 
 
 def test_a_unit_that_systemd_refuses_is_not_written(replica):
@@ -98,7 +98,7 @@ def test_a_run_that_is_interrupted_is_finished_by_the_next(replica, task):
     change = json.dumps({"serve_environment": {"INTERRUPTED": task[:9]}})
     interrupted_playbook(task, CONVERGE, "-e", change)
     playbook(CONVERGE, "-e", change)
-    assert replica.serving(after=before)
+    replica.wait_serving(after=before)
     for rank in replica.ranks:
         assert "INTERRUPTED" in rank.run(f"cat /proc/{rank.status()['child_pid']}/environ")
     assert changes(playbook(CONVERGE, "-e", change)) == ["0", "0"]
