@@ -433,6 +433,29 @@ def test_an_engine_does_not_outlive_its_agent(lab):
     wait_for(lambda: engine not in lab[1].children(), "the engine is gone")
 
 
+def test_the_end_waits_until_the_gpus_are_free(lab):
+    """A driver frees them later than the process is gone; an engine that starts before that finds no memory."""
+    tools = lab.folder / "tools"
+    tools.mkdir()
+    program = tools / "nvidia-smi"
+    program.write_text('#!/bin/sh\necho asked >> "$FAKE_CONTROL/asked"\ncat "$FAKE_CONTROL/gpu"\n', encoding="utf-8")
+    program.chmod(0o755)
+    lab[0].environment["PATH"] = f"{tools}:{os.environ['PATH']}"
+    lab[0].configure(gpu_wait=True)
+    lab.start().serve()
+    # of another unit's process nothing is waited for
+    engine = lab[0].engine()
+    lab[0].steer("gpu", f"{os.getpid()}\n{engine}\n")
+    lab[1].steer("exit", "1")
+    down(lab[1])
+    asked = lab[0].control / "asked"
+    wait_for(lambda: asked.exists() and len(asked.read_text(encoding="utf-8").splitlines()) >= 2, "it looks again")
+    assert engine not in lab[0].children()
+    assert lab[0].exits == []
+    lab[0].steer("gpu", f"{os.getpid()}\n")
+    down(lab[0])
+
+
 def test_the_end_does_not_wait_for_the_api(labs):
     """A request that hangs, with hours left until its timeout, is no reason to stay."""
     lab = labs(1)
@@ -459,10 +482,8 @@ def test_a_silent_peer_is_suspected_and_not_killed(lab):
     configured(lab, timeouts={"orphan": 30}).start().serve(1)
     engines = [agent.engine() for agent in lab]
     os.kill(lab[1].pid, signal.SIGSTOP)
-    status = lab[0].reaches("suspect")
-    peer = status["peers"][0]
-    assert (peer["rank"], peer["name"], peer["state"]) == (1, "rank1", "silent")
-    assert "rank 1" in status["text"] or "rank1" in status["text"]
+    assert "rank 1 (rank1)" in lab[0].reaches("suspect")["text"]
+    wait_for(lambda: lab[0].status()["peers"][0]["state"] == "silent", "it says who is silent")
     # probes go on coming through: several of them, and nobody ends
     before = lab.metric("vllm:generation_tokens_total")
     wait_for(lambda: lab.metric("vllm:generation_tokens_total") >= before + 3, "probes come through")
@@ -472,6 +493,26 @@ def test_a_silent_peer_is_suspected_and_not_killed(lab):
     lab.serve(1)
     assert [agent.engine() for agent in lab] == engines
     assert [agent.exits for agent in lab] == [[], []]
+
+
+def test_a_suspicion_asks_for_a_token_at_once(lab):
+    configured(lab, timeouts={"orphan": 30, "probe_interval": 3600, "probe": 3600}).start().serve(1)
+    before = lab.metric("vllm:generation_tokens_total")
+    os.kill(lab[1].pid, signal.SIGSTOP)
+    wait_for(lambda: lab.metric("vllm:generation_tokens_total") > before, "a token is asked for")
+    wait_for(lambda: "token came" in lab[0].status()["text"], "it says so")
+    assert lab[0].state == "suspect"
+
+
+def test_a_silent_peer_with_a_wedged_engine_is_found(lab):
+    """Also where the next regular probe is far away."""
+    configured(lab, timeouts={"orphan": 30, "probe_interval": 3600}).start().serve(1)
+    os.kill(lab[1].engine(), signal.SIGSTOP)
+    os.kill(lab[1].pid, signal.SIGSTOP)
+    down(lab[0])
+    assert "wedged" in lab[0].status()["last_failure"]["cause"]
+    os.kill(lab[1].pid, signal.SIGCONT)
+    down(lab[1])
 
 
 def test_a_rank_that_stood_still_itself_suspects_nobody(lab):
@@ -580,6 +621,12 @@ def test_a_busy_engine_is_never_killed(lab):
     wait_for(lambda: lab.metric("vllm:iteration_tokens_total_count") >= before + 100, "the engine works")
     assert time.monotonic() - start > 5 * 0.3
     assert [agent.state for agent in lab] == ["serving", "serving"]
+    # neither when it is asked for a token that then has to wait
+    os.kill(lab[1].pid, signal.SIGSTOP)
+    lab[0].reaches("suspect")
+    wait_for(lambda: lab.metric("vllm:num_requests_running") >= 3, "it was asked more than once")
+    os.kill(lab[1].pid, signal.SIGCONT)
+    lab.serve(1)
     assert [agent.engine() for agent in lab] == engines
     assert [agent.exits for agent in lab] == [[], []]
     lab[0].unsteer("busy")
@@ -689,6 +736,17 @@ def test_an_orderly_stop_clears_the_count(lab, rank):
     assert [agent.status()["failures"] for agent in lab] == [1, 1]
 
 
+def test_a_generation_that_cannot_be_kept_is_not_begun(lab):
+    lab[0].state_dir.rmdir()
+    lab[0].state_dir.write_text("no folder", encoding="utf-8")
+    lab.start()
+    for agent in lab:
+        assert agent.ended() == 78
+        assert agent.state == "given_up"
+        assert "generation" in agent.status()["text"]
+        assert not (agent.control / "pids").exists()
+
+
 def test_failures_outside_the_window_are_forgotten(lab):
     configured(lab, restart_limit=2, restart_window=0.2)
     lab.start(supervised=True).serve(1)
@@ -700,6 +758,30 @@ def test_failures_outside_the_window_are_forgotten(lab):
 # Strangers
 
 
+RUBBISH = (
+    b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+    b"\x16\x03\x01\xff\xfe\n",
+    b"\0" * 1000 + b"\n",
+    b"[" * 500_000 + b"\n",
+    b"{}\n",
+    b"[]\n",
+    b'"x"\n',
+    b'{"type": "beat"}\n',
+    b'{"nonce": "\\ud800", "proof": 1}\n',
+    b'{"nonce": "' + b"a" * 64 + b'", "proof": "\xc3\xa4"}\n',
+    b'{"nonce": "' + b"\\ud800" * 64 + b'", "proof": null}\n',
+)
+
+
+def is_dropped(address: tuple[str, int], rubbish: bytes) -> None:
+    """Who answers the challenge with this is disconnected at once."""
+    with socket.create_connection(address, timeout=20) as client, client.makefile("rb") as heard:
+        assert b"nonce" in heard.readline()
+        client.sendall(rubbish)
+        with contextlib.suppress(ConnectionResetError):
+            assert len(heard.read()) < 200
+
+
 def test_strangers_on_the_port_are_no_trouble(lab):
     lab[0].start()
     address = (lab[0].address, lab.agent_port)
@@ -709,16 +791,8 @@ def test_strangers_on_the_port_are_no_trouble(lab):
     silent = [socket.create_connection(address, source_address=other) for _ in range(20)]
     slow = socket.create_connection(address)
     slow.sendall(b'{"type"')
-    for rubbish in (
-        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
-        b"\x16\x03\x01\xff\xfe\n",
-        b"{}\n",
-        b"[]\n",
-        b"null\n",
-        b'"x"\n',
-    ):
-        with socket.create_connection(address) as client:
-            client.sendall(rubbish)
+    for rubbish in RUBBISH:
+        is_dropped(address, rubbish)
     with socket.create_connection(address) as client:
         client.settimeout(10)
         try:
@@ -728,9 +802,8 @@ def test_strangers_on_the_port_are_no_trouble(lab):
             pass
     lab[1].start()
     lab.serve(1)
-    for rubbish in (b"\0" * 1000 + b"\n", b"[" * 5000 + b"\n", b'{"type": "beat"}\n'):
-        with socket.create_connection(address) as client:
-            client.sendall(rubbish)
+    for rubbish in RUBBISH:
+        is_dropped(address, rubbish)
     lab.complete()
     assert [agent.exits for agent in lab] == [[], []]
     assert [agent.state for agent in lab] == ["serving", "serving"]
