@@ -66,6 +66,10 @@ STEP_COUNTERS = ("vllm:iteration_tokens_total_count", "vllm:generation_tokens_to
 NO_ANSWER = (OSError, ValueError, http.client.HTTPException)
 # What the agent got from systemd for itself alone.
 OWN_ENVIRONMENT = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "CREDENTIALS_DIRECTORY", "SYSTEMD_EXEC_PID")
+# Programs that compile kernels. While one runs below an engine, no step is made, and nothing is wedged.
+COMPILERS = frozenset(
+    ["ninja", "nvcc", "cicc", "ptxas", "fatbinary", "nvlink", "cc1plus", "c++", "g++", "gcc", "cc", "ld", "hipcc"]
+)
 LOADING = re.compile(rb"Loading safetensors checkpoint shards:\s+(\d+)% Completed")
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -303,6 +307,15 @@ def descendants(root: int) -> set[int]:
                 found.add(pid)
                 left.append(pid)
     return found
+
+
+def compiling(root: int) -> bool:
+    """Whether a compiler runs below C(root)."""
+    for pid in descendants(root):
+        with contextlib.suppress(OSError):
+            if Path(f"/proc/{pid}/comm").read_text(encoding="utf-8", errors="replace").strip() in COMPILERS:
+                return True
+    return False
 
 
 def become_subreaper() -> None:
@@ -813,6 +826,7 @@ class Session:
     heard: float = field(default_factory=time.monotonic)
     heard_at: str = field(default_factory=now)
     started: bool = False
+    compiling: bool = False
 
     def hear(self) -> None:
         self.heard, self.heard_at = time.monotonic(), now()
@@ -846,6 +860,9 @@ class Agent:
         teller.document["generation"] = self.generation
 
     # To be filled by head and worker
+
+    # Whether each sign of life says if kernels are compiled here; rank 0 looks for itself when it asks.
+    watches_compiler = False
 
     def begin(self) -> None:
         raise NotImplementedError
@@ -896,7 +913,7 @@ class Agent:
                 if at >= next_beat:
                     next_beat = at + beat
                     for link in self.links():
-                        link.send(type="beat")
+                        link.send(type="beat", compiling=self.watches_compiler and compiling(os.getpid()))
                 self.tick()
                 event = await self.events.get(min(beat / 2, 0.5))
                 if event is not None:
@@ -1137,7 +1154,11 @@ class Head(Agent):
             else:
                 self._show_suspicion("a token came through, the group lives")
         elif kind == "wedged":
-            raise End(EXIT_ENDED, "restarting", f"{self.config.own}: the engine is wedged: {value}")
+            if not compiling(os.getpid()) and not any(session.compiling for session in self.sessions.values()):
+                raise End(EXIT_ENDED, "restarting", f"{self.config.own}: the engine is wedged: {value}")
+            self.teller.tell(text=f"compiling kernels, generation {self.generation}")
+            if self.prober:
+                self.prober.ask_now()
         elif kind == "note":
             self.teller.tell(text=f"{value}, generation {self.generation}" if self.child else value)
 
@@ -1230,7 +1251,9 @@ class Head(Agent):
             return
         session.hear()
         kind, cause = message["type"], str(message.get("cause", ""))[:1000]
-        if kind == "started" and message.get("generation") == self.generation:
+        if kind == "beat":
+            session.compiling = message.get("compiling") is True
+        elif kind == "started" and message.get("generation") == self.generation:
             session.started = True
             if not self.child and all(other.started for other in self.sessions.values()):
                 self._start_own()
@@ -1331,6 +1354,8 @@ def peer_entry(host: Host, state: str, session: Session | None) -> dict[str, Any
 
 class Worker(Agent):
     """Every other rank: connects to rank 0 and does as it says."""
+
+    watches_compiler = True
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)

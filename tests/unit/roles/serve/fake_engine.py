@@ -15,6 +15,7 @@ Files in the folder named by FAKE_CONTROL steer it while it runs:
   error       completions answer 500
   garbage     completions answer what is no HTTP
   slow_start  seconds that loading takes
+FAKE_COMPILER: a program that runs below the engine for as long as it lives.
 FAKE_STUBBORN=1: the worker process ignores SIGTERM and the end of its parent. FAKE_DETACHED=1: it leads a session of
 its own. FAKE_DEAF=1: the main process ignores SIGTERM.
 """
@@ -349,6 +350,8 @@ def main() -> None:
     if status is not None:
         os._exit(status)
     worker = start_worker()
+    if os.environ.get("FAKE_COMPILER"):
+        os.spawnv(os.P_NOWAIT, os.environ["FAKE_COMPILER"], [os.environ["FAKE_COMPILER"], "1000"])
 
     def leave(_number, _frame) -> None:
         os.kill(worker, signal.SIGTERM)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -590,6 +591,22 @@ def test_a_wedged_engine_is_found_while_idle(lab):
     lab.complete()
     for agent in lab:
         assert "wedged" in agent.status()["last_failure"]["cause"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_engine_that_compiles_is_not_wedged(lab, tmp_path, rank):
+    """The first request of a new shape can compile for longer than any probe waits, on either rank."""
+    compiler = tmp_path / "ninja"
+    compiler.symlink_to(shutil.which("sleep"))
+    lab[rank].environment["FAKE_COMPILER"] = str(compiler)
+    lab.start(supervised=True).serve(1)
+    lab[0].steer("hang")
+    wait_for(lambda: "compiling kernels" in lab[0].status()["text"], "the probe is excused")
+    assert lab[0].state == "serving"
+    subprocess.run(["pkill", "-f", str(compiler)], check=True)
+    for agent in lab:
+        down(agent)
+    assert "wedged" in lab[0].status()["last_failure"]["cause"]
 
 
 def test_a_stopped_worker_engine_is_found(lab):
