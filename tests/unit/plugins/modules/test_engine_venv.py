@@ -86,7 +86,7 @@ class Host:
         self.bin.mkdir()
         self.log = root / "uv.log"
         uv = self.bin / "uv"
-        uv.write_text(UV.format(python=sys.executable, log=str(self.log)))
+        uv.write_text(UV.format(python=Path(sys.executable).resolve(), log=str(self.log)))
         uv.chmod(0o755)
         self.one = make_wheel(self.wheelhouse, "vllm", "0.32.0") + make_wheel(self.wheelhouse, "torch", "2.13.0+cpu")
         self.two = make_wheel(self.wheelhouse, "vllm", "0.33.0") + make_wheel(self.wheelhouse, "torch", "2.14.0+cpu")
@@ -353,7 +353,7 @@ def test_check_mode_on_a_host_that_is_right(host):
 def test_other_interpreter_is_another_environment(host, tmp_path):
     host.run()
     other = tmp_path / "python-other"
-    other.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    other.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
     other.chmod(0o755)
     result = host.run(python=str(other))
     assert result["action"] == "build"

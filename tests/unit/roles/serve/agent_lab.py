@@ -26,7 +26,8 @@ ROOT = Path(__file__).resolve().parents[4]
 AGENT = ROOT / "roles/serve/files/rank_agent.py"
 ENGINE = Path(__file__).resolve().with_name("fake_engine.py")
 # The agents and engines can run on another interpreter than the tests, such as the oldest one that hosts may have.
-PYTHON = os.environ.get("RANK_AGENT_PYTHON", sys.executable)
+# Resolved, since the first line of a script cannot name a path with spaces, such as that of a checkout.
+PYTHON = str(Path(os.environ.get("RANK_AGENT_PYTHON", sys.executable)).resolve())
 SECRET = "the-secret-of-this-group-0123456789"
 API_KEY = "the-key-of-this-api-9876543210"
 CEILING = 20.0
