@@ -42,7 +42,7 @@ def parse_sources(text: str) -> Iterator[Source]:
             if line[:1] in {" ", "\t"} and name:
                 fields[name] += "\n" + line.strip()
             elif ":" in line:
-                name, _, value = line.partition(":")
+                name, _rest, value = line.partition(":")
                 name = name.strip().lower()
                 fields[name] = value.strip()
         enabled = fields.get("enabled", "yes").lower() not in {"no", "false", "0", "off"}

@@ -157,7 +157,7 @@ def safetensors(tensors: dict[str, tuple[tuple[int, ...], bytes]]) -> bytes:
         offset += len(data)
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    return struct.pack("<Q", len(text)) + text + b"".join(data for _, data in tensors.values())
+    return struct.pack("<Q", len(text)) + text + b"".join(data for _rest, data in tensors.values())
 
 
 # The tokenizer: byte pairs over the text above

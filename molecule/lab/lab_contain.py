@@ -51,7 +51,7 @@ def systemd_is_init(root: Path = Path("/")) -> bool:
 def cgroup2_mount(mountinfo: str) -> Path | None:
     """Where the unified control group hierarchy is mounted: on its own, or beside the old ones."""
     for line in mountinfo.splitlines():
-        left, _, right = line.partition(" - ")
+        left, _rest, right = line.partition(" - ")
         if right.startswith("cgroup2 "):
             return Path(left.split()[4])
     return None

@@ -693,7 +693,7 @@ class _HubHandler(_Handler):
         headers = {}
         if begin + size < len(listing):
             query = "&".join(
-                [f"{name}={quote(value)}" for name, (value, *_) in self.query.items() if name != "cursor"]
+                [f"{name}={quote(value)}" for name, (value, *_rest) in self.query.items() if name != "cursor"]
                 + [f"cursor={begin + size}"]
             )
             headers["Link"] = f'<{self.hub.endpoint}{urlsplit(self.path).path}?{query}>; rel="next"'

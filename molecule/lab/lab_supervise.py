@@ -33,7 +33,7 @@ def run_in(group: Path, argv: list[str]) -> int:
             os.execvp(argv[0], argv)  # noqa: S606 - no shell is wanted
         finally:
             os._exit(127)
-    _, status = os.waitpid(pid, 0)
+    _rest, status = os.waitpid(pid, 0)
     return os.waitstatus_to_exitcode(status)
 
 

@@ -181,7 +181,7 @@ def known_digest(path: Path) -> str:
     stamp = f"{status.st_size} {status.st_mtime_ns} {status.st_ino}"
     note = path.with_name(f".{path.name}.sha256")
     if note.is_file():
-        sha256, _, noted = note.read_text().partition(" ")
+        sha256, _rest, noted = note.read_text().partition(" ")
         if noted == stamp:
             return sha256
     sha256 = digest(path)

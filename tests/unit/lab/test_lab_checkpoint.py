@@ -94,7 +94,7 @@ def test_the_vocabulary_is_whole(repository):
 
 
 def test_the_model_says_what_can_be_read(repository):
-    head, _ = header(repository[shard_name(SHARDS)])
+    head, _rest = header(repository[shard_name(SHARDS)])
     begin = head["lm_head.weight"]["data_offsets"][0]
     data = repository[shard_name(SHARDS)]
     start = len(data) - max(item["data_offsets"][1] for name, item in head.items() if name[0] != "_") + begin

@@ -59,7 +59,7 @@ def shard_url(hub, commit, path=FIRST):
 
 
 def test_a_branch_names_a_commit(hub, commit):
-    status, _, body = get(f"{hub.endpoint}/api/models/lab/tiny/revision/main")
+    status, _rest, body = get(f"{hub.endpoint}/api/models/lab/tiny/revision/main")
     assert status == 200
     assert json.loads(body)["sha"] == commit
     assert {item["rfilename"] for item in json.loads(body)["siblings"]} == set(FILES)
@@ -77,12 +77,12 @@ def test_a_branch_names_a_commit(hub, commit):
     ],
 )
 def test_what_is_not_there(hub, path, status, code):
-    got, headers, _ = get(f"{hub.endpoint}/{path}")
+    got, headers, _rest = get(f"{hub.endpoint}/{path}")
     assert (got, headers["X-Error-Code"]) == (status, code)
 
 
 def test_the_tree_has_digests(hub, commit):
-    _, headers, body = get(f"{hub.endpoint}/api/models/lab/tiny/tree/{commit}?recursive=true&expand=false")
+    _rest, headers, body = get(f"{hub.endpoint}/api/models/lab/tiny/tree/{commit}?recursive=true&expand=false")
     items = {item["path"]: item for item in json.loads(body)}
     assert headers["Link"] is None
     assert items["sub"]["type"] == items["sub/folder"]["type"] == "directory"
@@ -93,9 +93,9 @@ def test_the_tree_has_digests(hub, commit):
 
 
 def test_the_tree_without_recursion_and_below_a_folder(hub, commit):
-    _, _, top = get(f"{hub.endpoint}/api/models/lab/tiny/tree/{commit}")
+    _rest, _rest, top = get(f"{hub.endpoint}/api/models/lab/tiny/tree/{commit}")
     assert {item["path"] for item in json.loads(top)} == {"config.json", "sub", *list(FILES)[1:3]}
-    _, _, below = get(f"{hub.endpoint}/api/models/lab/tiny/tree/{commit}/sub?recursive=true")
+    _rest, _rest, below = get(f"{hub.endpoint}/api/models/lab/tiny/tree/{commit}/sub?recursive=true")
     assert [item["path"] for item in json.loads(below)] == ["sub/folder", "sub/folder/notes.txt"]
 
 
@@ -104,7 +104,7 @@ def test_the_tree_is_paged(tmp_path, commit):
         url = f"{hub.endpoint}/api/models/lab/tiny/tree/{commit}?recursive=true"
         paths = []
         while url:
-            _, headers, body = get(url)
+            _rest, headers, body = get(url)
             paths += [item["path"] for item in json.loads(body)]
             link = headers["Link"]
             url = link[1 : link.index(">")] if link else None
@@ -113,13 +113,13 @@ def test_the_tree_is_paged(tmp_path, commit):
 
 
 def test_a_shard_lies_on_the_cdn(hub, commit):
-    status, headers, _ = get(shard_url(hub, commit), redirect=False, method="HEAD")
+    status, headers, _rest = get(shard_url(hub, commit), redirect=False, method="HEAD")
     assert status == 302
     assert headers["X-Repo-Commit"] == commit
     assert headers["X-Linked-Etag"] == f'"{hashlib.sha256(SHARD).hexdigest()}"'
     assert headers["X-Linked-Size"] == str(len(SHARD))
     assert headers["Location"].startswith(hub.cdn)
-    status, _, body = get(headers["Location"])
+    status, _rest, body = get(headers["Location"])
     assert (status, body) == (200, SHARD)
     assert hub.bytes_sent(FIRST) == len(SHARD)
     assert hub.bytes_sent(FIRST, where="resolve") == 0
@@ -186,9 +186,13 @@ def test_statuses(hub, commit):
     hub.fault("throttled", path=FIRST, seconds=8, retry_after=False)
     hub.fault("unavailable", path=FIRST)
     hub.fault("status", path=FIRST, on="cdn", status=502, headers={"X-Word": "w"}, body="bad gateway")
-    seen = [get(url) for _ in range(8)]
-    assert [status for status, _, _ in seen] == [404, 401, 403, 429, 429, 503, 502, 200]
-    assert [headers["X-Error-Code"] for _, headers, _ in seen[:3]] == ["EntryNotFound", "GatedRepo", "GatedRepo"]
+    seen = [get(url) for _rest in range(8)]
+    assert [status for status, _rest, _rest in seen] == [404, 401, 403, 429, 429, 503, 502, 200]
+    assert [headers["X-Error-Code"] for _rest, headers, _rest in seen[:3]] == [
+        "EntryNotFound",
+        "GatedRepo",
+        "GatedRepo",
+    ]
     assert seen[3][1]["Retry-After"] == "7"
     assert seen[4][1]["Retry-After"] is None
     assert seen[4][1]["RateLimit"] == '"resolvers";r=0;t=8'
@@ -200,9 +204,9 @@ def test_statuses(hub, commit):
 def test_faults_are_counted_skipped_and_matched(hub, commit):
     hub.fault("unavailable", path="*-00001-*", on="cdn", times=2, skip=1)
     hub.fault("unavailable", path="config.json", times=None)
-    assert [get(shard_url(hub, commit))[0] for _ in range(4)] == [200, 503, 503, 200]
+    assert [get(shard_url(hub, commit))[0] for _rest in range(4)] == [200, 503, 503, 200]
     assert get(shard_url(hub, commit, "model-00002-of-00002.safetensors"))[0] == 200
-    assert [get(shard_url(hub, commit, "config.json"))[0] for _ in range(3)] == [503] * 3
+    assert [get(shard_url(hub, commit, "config.json"))[0] for _rest in range(3)] == [503] * 3
     hub.clear_faults()
     assert get(shard_url(hub, commit, "config.json"))[0] == 200
 
@@ -221,7 +225,7 @@ def test_a_loop(hub, commit):
 
 def read_all(hub, url):
     """The bytes that come before the connection ends, and how it ends."""
-    _, headers, _ = get(url, redirect=False)
+    _rest, headers, _rest = get(url, redirect=False)
     with urllib.request.urlopen(headers["Location"], timeout=10) as answer:
         got = b""
         try:
@@ -241,7 +245,7 @@ def test_a_body_that_breaks_off(hub, commit, kind, end):
 
 
 def test_expire_spoils_the_urls_given_out(hub, commit):
-    _, headers, _ = get(shard_url(hub, commit), redirect=False)
+    _rest, headers, _rest = get(shard_url(hub, commit), redirect=False)
     assert get(headers["Location"])[0] == 200
     hub.expire_urls()
     assert get(headers["Location"])[0] == 403
@@ -271,7 +275,7 @@ def test_drop(hub, commit):
 )
 def test_bodies_that_are_wrong(hub, commit, fault, asked, expected):
     hub.fault(**fault, path=FIRST)
-    status, _, body = get(shard_url(hub, commit), **({"Range": asked} if asked else {}))
+    status, _rest, body = get(shard_url(hub, commit), **({"Range": asked} if asked else {}))
     assert (status, body) == expected
     assert hub.seen("cdn")[0].fault == fault["kind"]
     assert get(shard_url(hub, commit))[2] == SHARD
@@ -279,7 +283,7 @@ def test_bodies_that_are_wrong(hub, commit, fault, asked, expected):
 
 def test_a_wrong_range(hub, commit):
     hub.fault("wrong_range")
-    _, headers, body = get(shard_url(hub, commit), Range="bytes=4-7")
+    _rest, headers, body = get(shard_url(hub, commit), Range="bytes=4-7")
     assert (headers["Content-Range"], body) == ("bytes 5-8/300000", SHARD[4:8])
 
 
@@ -311,7 +315,7 @@ def test_control_from_outside(hub, commit):
     hub.fault("missing", times=None)
     get(f"{hub.endpoint}/_lab/faults", method="DELETE")
     assert get(shard_url(hub, commit))[0] == 200
-    _, headers, _ = get(shard_url(hub, commit), redirect=False)
+    _rest, headers, _rest = get(shard_url(hub, commit), redirect=False)
     get(f"{hub.endpoint}/_lab/expire", method="POST", data=b"")
     assert get(headers["Location"])[0] == 403
 

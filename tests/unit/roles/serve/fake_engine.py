@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 # Copyright: (c) 2026, the baremetal.kimi_k3 authors
 # GNU General Public License v3.0+ (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
@@ -123,8 +122,8 @@ def start_worker() -> int:
 def load() -> None:
     """Weights come in with the progress bar that vLLM's loader draws."""
     for percent, shards in ((0, 0), (41, 7), (100, 16)):
-        bar = f"Loading safetensors checkpoint shards: {percent:3d}% Completed | {shards}/16 [00:00<00:00, 99.1it/s]"
-        say(f"\r{bar}", end="", stream=sys.stderr)
+        shown = f"Loading safetensors checkpoint shards: {percent:3d}% Completed | {shards}/16 [00:00<00:00, 99.1it/s]"
+        say(f"\r{shown}", end="", stream=sys.stderr)
         if shards == 7:
             time.sleep(float(CONTROL.read("slow_start") or 0))
     say("", stream=sys.stderr)
@@ -141,7 +140,7 @@ class Pipeline:
 
     def gather(self) -> None:
         while self.listener is not None and len(self.links) < self.missing:
-            link, _ = self.listener.accept()
+            link, _rest = self.listener.accept()
             line = link.makefile("rb").readline()
             self.links[int(line)] = link
 

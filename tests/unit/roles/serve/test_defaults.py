@@ -49,7 +49,8 @@ def observed(number: int, engine: dict) -> dict:
 
 @pytest.fixture
 def render(tmp_path):
-    def run(engine=ENGINE, **variables):
+    def run(**variables):
+        engine = variables.pop("engine", ENGINE)
         host_variables = {"ansible_connection": "local", "ansible_python_interpreter": sys.executable}
         inventory = {
             "kimi_k3": {

@@ -466,11 +466,11 @@ def test_the_end_does_not_wait_for_the_api(labs):
         configuration["api"]["url"] = f"http://{lab[0].address}:{api.getsockname()[1]}"
         lab[0].configure(**configuration)
         lab[0].start()
-        connection, _ = api.accept()
+        connection, _rest = api.accept()
         connection.recv(65536)
         connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
         connection.close()
-        connection, _ = api.accept()
+        connection, _rest = api.accept()
         assert b"/v1/completions" in connection.recv(65536)
         assert lab[0].stop() == 0
         connection.close()
@@ -805,7 +805,7 @@ def test_strangers_on_the_port_are_no_trouble(lab):
     wait_for(lambda: listens(address), "rank0 listens")
     # more than may try at once, from another address than rank1
     other = (f"{lab.network}.200", 0)
-    silent = [socket.create_connection(address, source_address=other) for _ in range(20)]
+    silent = [socket.create_connection(address, source_address=other) for _rest in range(20)]
     slow = socket.create_connection(address)
     slow.sendall(b'{"type"')
     for rubbish in RUBBISH:
@@ -856,7 +856,7 @@ def test_a_rank_0_that_does_not_know_the_secret_is_not_obeyed(lab):
     address = (lab[0].address, lab.agent_port)
     with socket.create_server(address) as impostor:
         lab[1].start()
-        connection, _ = impostor.accept()
+        connection, _rest = impostor.accept()
         with connection, connection.makefile("rb") as heard:
             connection.sendall(json.dumps({"protocol": 1, "nonce": "a" * 64}).encode() + b"\n")
             first = json.loads(heard.readline())
@@ -899,7 +899,7 @@ def test_ready_means_that_a_token_came_through(lab):
         assert agent.notifications.texts("READY=").count("READY=1") == 1
         assert agent.notifications.senders() == {agent.pid}
         wait_for(lambda a=agent: any("generation 1" in s for s in a.notifications.texts("STATUS=")), "it says so")
-    ready = [next(when for when, _, line in agent.notifications.lines if line == "READY=1") for agent in lab]
+    ready = [next(when for when, _rest, line in agent.notifications.lines if line == "READY=1") for agent in lab]
     assert ready[0] <= ready[1] + 0.5
 
 
@@ -1002,7 +1002,9 @@ def test_secrets_stay_secret(lab):
         for pid in agent.children():
             environment = Path(f"/proc/{pid}/environ").read_bytes()
             assert SECRET.encode() not in environment
-            assert (f"VLLM_API_KEY={API_KEY}".encode() in environment) == True  # noqa: E712
+            # Not within the assertion, which would print the environment.
+            given = f"VLLM_API_KEY={API_KEY}".encode() in environment
+            assert given
             assert b"NOTIFY_SOCKET" not in environment
 
 
