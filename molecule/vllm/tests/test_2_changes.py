@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
@@ -60,7 +61,7 @@ def test_other_lock_on_one_host_is_refused_and_named(ranks, tmp_path):
 
 def test_build_that_fails_leaves_the_old_one_and_names_the_package(ranks):
     before = targets(ranks)
-    told = playbook(CONVERGE, "-e", f"vllm_lock={LOCKS}/wrong.lock", expect=2)
+    told = playbook(CONVERGE, "-e", json.dumps({"vllm_lock": f"{LOCKS}/wrong.lock"}), expect=2)
     for name in ("rank0", "rank1"):
         assert f"[{name}]: FAILED" in told
     for installer in ("uv", "pip"):
@@ -75,7 +76,7 @@ def test_build_that_fails_leaves_the_old_one_and_names_the_package(ranks):
 
 def test_lock_that_is_right_everywhere_is_swapped_in_and_back(ranks):
     before = targets(ranks)
-    playbook(CONVERGE, "-e", f"vllm_lock={LOCKS}/other.lock")
+    playbook(CONVERGE, "-e", json.dumps({"vllm_lock": f"{LOCKS}/other.lock"}))
     there = targets(ranks)
     assert there[0] == there[1]
     assert there[0] not in before
