@@ -21,6 +21,7 @@ lab: venv        ## only the two hosts, without a deployment
 
 down: venv       ## the two hosts off; downloads are kept
 	@$(RUN) molecule/lab/lab.py down
+	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" molecule reset --all > /dev/null 2>&1 || true
 
 test: venv       ## every check there is
 	@$(CHECK) all
