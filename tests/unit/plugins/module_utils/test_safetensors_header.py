@@ -54,6 +54,11 @@ def test_absent_tensors_are_named(tmp_path: Path) -> None:
         (build({"a": tensor(0, 4)}, bytes(3)), "describes"),
         (build({"a": tensor(0, 4)}, bytes(5)), "describes"),
         (build({"a": {"data_offsets": [5, 4]}}, bytes(4)), "backwards"),
+        (
+            build({"a": {"dtype": "BF16", "shape": [3], "data_offsets": [0, 4]}}, bytes(4)),
+            "a 4 bytes, but a shape of 6",
+        ),
+        (build({"a": {"dtype": "U8", "shape": 4, "data_offsets": [0, 4]}}, bytes(4)), "cannot be read"),
     ],
 )
 def test_unsound_files_are_told(data: bytes, message: str) -> None:
@@ -64,3 +69,9 @@ def test_unsound_files_are_told(data: bytes, message: str) -> None:
 def test_a_file_without_tensors() -> None:
     data = build({}, b"")
     assert read_header(io.BytesIO(data), len(data)) == {}
+
+
+@pytest.mark.parametrize(("dtype", "count"), [("F4", 8), ("U8", 4), ("BF16", 2), ("F32", 1), ("OF_TOMORROW", 100)])
+def test_a_shape_is_held_against_the_offsets_where_the_type_is_known(dtype: str, count: int) -> None:
+    data = build({"a": {"dtype": dtype, "shape": [1, count], "data_offsets": [0, 4]}}, bytes(4))
+    assert read_header(io.BytesIO(data), len(data)) == {"a": (0, 4)}
