@@ -29,6 +29,9 @@ test: venv       ## every check there is
 lint sanity units docs build molecule: venv
 	@$(CHECK) $@
 
+bench: venv      ## the benchmarks: tables, and values in .cache/benchmarks.json
+	@$(RUN) tests/benchmarks/run.py
+
 readmes: venv    ## write the roles' READMEs from their argument specs
 	@$(RUN) tests/tools/readmes.py --write
 

@@ -162,6 +162,21 @@ def units_oldest(log: Log) -> None:
     log.run(*words, env={**collections(), **path})
 
 
+def bench_smoke(log: Log) -> None:
+    """All benchmarks on small files: that they run and that counts and digests are right, never how fast it was."""
+    values = CACHE / "benchmarks-smoke.json"
+    values.unlink(missing_ok=True)
+    log.run(sys.executable, ROOT / "tests" / "benchmarks" / "run.py", "--smoke", "--json", values)
+    told = json.loads(values.read_text(encoding="utf-8"))
+    for section in ("fetch", "verify_warm", "verify_cold"):
+        if "hf_checkpoint" not in told[section]["contenders"]:
+            raise CheckError(f"section {section} has no result of hf_checkpoint")
+    if told["plan"]["tensors"] != 497_220 or not all(step["rounds"] for step in told["plan"]["steps"].values()):
+        raise CheckError("not all plans were made")
+    for way, rounds in told["uplink"].get("ways", {}).items():
+        log.say(f"{way}: {rounds}")
+
+
 def build(log: Log) -> None:
     """The tarball, as Galaxy would take it, installed into an empty path and used from there."""
     tree, target = make_tree(log), CACHE / "build"
@@ -271,6 +286,7 @@ CHECKS: dict[str, Check] = {
     "ansible-lint": ansible_lint,
     "units": units,
     "units-oldest": units_oldest,
+    "bench-smoke": bench_smoke,
     "sanity": sanity,
     "build": build,
     "lab": lab,
