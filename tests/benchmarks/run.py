@@ -57,6 +57,7 @@ class Report:
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
+        self.markdown: list[str] = []
 
     def say(self, text: str = "") -> None:
         sys.stdout.write(f"{text}\n")
@@ -65,6 +66,8 @@ class Report:
     def table(self, title: str, head: list[str], rows: list[list[str]]) -> None:
         widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
         self.say(f"\n{title}")
+        self.markdown += ["", f"{title[0].upper()}{title[1:]}:", "", f"| {' | '.join(head)} |"]
+        self.markdown += [f"| --- |{' ---: |' * (len(head) - 1)}", *(f"| {' | '.join(row)} |" for row in rows)]
         for row in [head, ["-" * width for width in widths], *rows]:
             cells = [
                 cell.ljust(width) if column == 0 else cell.rjust(width)
@@ -365,6 +368,7 @@ def main() -> int:
         help="where the files go, for the time of the run",
     )
     parser.add_argument("--json", type=Path, default=ROOT / ".cache" / "benchmarks.json", help="where the values go")
+    parser.add_argument("--markdown", type=Path, help="where the tables go, for the documentation")
     options = parser.parse_args()
     sections = options.sections or SECTIONS
     if set(sections) - set(SECTIONS):
@@ -412,6 +416,8 @@ def main() -> int:
     report.values["seconds"] = round(time.monotonic() - began)
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps(report.values, indent=1) + "\n", encoding="utf-8")
+    if options.markdown:
+        options.markdown.write_text("\n".join(report.markdown) + "\n", encoding="utf-8")
     report.say(f"\nwritten: {options.json}")
     return 0
 
