@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ansible_collections.baremetal.kimi_k3.plugins.modules.hf_checkpoint import ARGUMENT_SPEC
 from measure import CommandError, Cost, run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -106,6 +107,11 @@ def versions() -> dict[str, str]:
     return told
 
 
+def attached() -> dict[str, Any]:
+    """Options that keep the work in the process that is measured."""
+    return {"detach": False} if "detach" in ARGUMENT_SPEC else {}
+
+
 def module(repository: Repository, dest: Path, **options: Any) -> Cost:
     """This collection's module, as a host runs it."""
     values = {
@@ -115,6 +121,7 @@ def module(repository: Repository, dest: Path, **options: Any) -> Cost:
         "endpoint": repository.endpoint,
         "connections": CONNECTIONS,
         "allow_tmpfs": True,
+        **attached(),
         **options,
     }
     arguments = repository.work / "arguments.json"

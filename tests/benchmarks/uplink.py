@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import shutil
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from typing import Any
 
 from ansible_collections.baremetal.kimi_k3.plugins.modules.hf_checkpoint import ARGUMENT_SPEC
 from measure import CommandError
+from peers import attached
 
 ROOT = Path(__file__).resolve().parents[2]
 HUB = "192.0.2.1"
@@ -29,9 +31,13 @@ HOSTS = {"rank0": "192.0.2.11", "rank1": "192.0.2.12"}
 PORT = 8080
 _BECOME = 'hostname "$1"; shift; exec "$@"'
 
-# What makes a run exchange files with its peer: given the host's own address and the peer's, the module's options.
-# Taken up by the name of the option, so that the same file measures collections with and without it.
-EXCHANGES: dict[str, Callable[[str, str], dict[str, Any]]] = {}
+
+def exchanging(name: str, token: str) -> dict[str, Any]:
+    """The module's options with which a host exchanges files with the other one."""
+    other = next(host for host in HOSTS if host != name)
+    return {
+        "exchange": {"address": HOSTS[name], "peer": HOSTS[other], "token": token, "first": name < other},
+    }
 
 
 def why_not() -> str | None:
@@ -123,6 +129,7 @@ def fetch(network: Network, work: Path, repository: tuple[str, str], options: di
             "dest": str(work / name),
             "endpoint": f"http://{HUB}:{PORT}",
             "allow_tmpfs": True,
+            **attached(),
             **options[name],
         }
         arguments, output = work / f"{name}.json", (work / f"{name}.out").open("w+b")
@@ -157,13 +164,11 @@ def bench(
         return {"measured": False, "reason": reason}
     root = work / "hub"
     union = sum(path.stat().st_size for path in (root / repository[0] / repository[1]).iterdir())
-    exchange = next((make for option, make in EXCHANGES.items() if option in ARGUMENT_SPEC), None)
+    exchange = "exchange" in ARGUMENT_SPEC
     ways: dict[str, dict[str, dict[str, Any]]] = {"each host for itself": {name: {} for name in HOSTS}}
     if exchange:
-        ways["peers exchange"] = {
-            name: exchange(address, next(other for other in HOSTS.values() if other != address))
-            for name, address in HOSTS.items()
-        }
+        token = secrets.token_hex(32)
+        ways["peers exchange"] = {name: exchanging(name, token) for name in HOSTS}
     measured: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
     rate = f"{max(1, round(union * 8 / seconds / 1e6))}mbit"
     with Network(rate) as network, network.serving(root):

@@ -223,11 +223,13 @@ def tensors(number: int) -> list[Tensor]:
     )
 
 
+@functools.cache
 def data_size(number: int) -> int:
     """Bytes of tensors in a shard."""
     return sum(tensor.size for tensor in tensors(number))
 
 
+@functools.cache
 def header(number: int) -> bytes:
     """The start of a shard, up to its first tensor."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
