@@ -15,6 +15,7 @@ import json
 import os
 import socket
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +23,7 @@ from typing import Any
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils import checkpoint_plan as planning
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils import fetch
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils.checkpoint_plan import INDEX_NAME, Selection
-from ansible_collections.baremetal.kimi_k3.plugins.module_utils.hub import Hub, HubError
+from ansible_collections.baremetal.kimi_k3.plugins.module_utils.hub import Hub, HubError, Nowhere, Source
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils.listing import (
     PRIVATE_DIR,
     SUMMARY_NAME,
@@ -30,6 +31,7 @@ from ansible_collections.baremetal.kimi_k3.plugins.module_utils.listing import (
     Entry,
     ListingError,
     parse_stored,
+    parse_tree,
 )
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils.receipts import (
     ChangedError,
@@ -42,6 +44,7 @@ from ansible_collections.baremetal.kimi_k3.plugins.module_utils.storage import (
     Lock,
     StorageError,
     check_filesystem,
+    human,
     locked,
     make_dirs,
     read_json,
@@ -78,9 +81,13 @@ class Request:
     pipeline_layers: Sequence[int]
     stages: Sequence[int]
     language_model_only: bool
-    hub: Hub
+    hub: Hub | Nowhere
+    mirrors: Sequence[Source] = ()
+    listing_file: str | None = None
     layers: int | None = None
     verify: str = "receipt"
+    verify_seconds: float = 0.0  # after which a rolling proof begins no other file; 0 is no limit
+    verify_bytes: int = 0  # that a rolling proof reads at most, but for the last file; 0 is no limit
     options: fetch.Options = field(default_factory=fetch.Options)
     lock_timeout: float = 0.0
     allow_tmpfs: bool = False
@@ -163,6 +170,7 @@ class Checkpoint:
         self._receipts = Receipts(self._own("receipts.json"))
         self._progress = fetch.Progress()
         self._hashed: set[str] = set()
+        self._found: dict[str, str] = {}  # digests of files that are wrong
         self._early: list[Entry] = []  # fetched before there was a plan
         self._warnings: list[str] = []
         stage = request.scope == "stage"
@@ -267,6 +275,8 @@ class Checkpoint:
             names.setdefault(file, []).append(name)
 
         wanted, wrong = self._survey(plan)
+        if wanted and isinstance(request.hub, Nowhere):
+            self._refuse_to_fetch(plan, wanted)
         sizes: dict[str, int] = {}
         for entry in plan.entries:
             if entry.path.endswith(_SAFETENSORS) and entry not in wanted:
@@ -320,7 +330,16 @@ class Checkpoint:
                 return parse_stored(stored["files"])
             except (KeyError, TypeError, ListingError):
                 pass
-        entries = self._request.hub.listing()
+        if self._request.listing_file:
+            tree = read_json(self._request.listing_file)
+            if not isinstance(tree, list):
+                raise ListingError(
+                    f"listing_file {self._request.listing_file} is absent or holds no list: save there what the Hub "
+                    f"answers to /api/models/{self._request.repository}/tree/{self._request.revision}?recursive=true."
+                )
+            entries = parse_tree(tree)
+        else:
+            entries = self._request.hub.listing()
         if not self._request.check:
             files = [entry.as_dict() for entry in entries]
             write_json(path, {**about, "endpoint": self._request.hub.endpoint, "files": files})
@@ -423,6 +442,7 @@ class Checkpoint:
         wanted: list[Entry] = []
         wrong: set[str] = set()
         unproven: list[Entry] = []
+        proven: list[tuple[str, Entry]] = []
         root = os.path.realpath(self._dest)
         for entry in plan.entries:
             final = self._final(entry)
@@ -434,29 +454,74 @@ class Checkpoint:
             elif not os.path.isfile(final) or os.path.getsize(final) != entry.size:
                 wanted.append(entry)
                 wrong.add(entry.path)
-            elif request.verify == "full" or not self._receipts.matches(entry.path, final, entry):
+            elif request.verify == "full" or not (receipt := self._receipts.matches(entry.path, final, entry)):
                 unproven.append(entry)
-        if unproven:
-            self._progress.begin("hashing", len(unproven), sum(entry.size for entry in unproven))
-
-            def done(entry: Entry, digest: Digest, stats: os.stat_result) -> None:
-                self._progress.close(entry)
-                if digest.right:
-                    self._hashed.add(entry.path)
-                    previous = self._receipts.get(entry.path)
-                    self._record(entry, stats, digest, previous["source"] if previous else "found")
-                else:
-                    wanted.append(entry)
-                    wrong.add(entry.path)
-
-            hash_files(
-                [(self._final(entry), entry) for entry in unproven],
-                threads=len(os.sched_getaffinity(0)),
-                done=done,
-                stopped=request.stop.is_set,
-                advance=self._progress.count,
-            )
+            else:
+                proven.append((receipt["hashed"], entry))
+        # The biggest first, so that no thread is left with one of them at the end.
+        unproven.sort(key=lambda entry: -entry.size)
+        rolling = self._oldest(proven) if request.verify == "rolling" else []
+        for entries, seconds in ((unproven, 0.0), (rolling, request.verify_seconds)):
+            for entry, digest in self._hash(entries, seconds):
+                wanted.append(entry)
+                wrong.add(entry.path)
+                self._found[entry.path] = digest
         return sorted(wanted, key=lambda entry: entry.path), wrong
+
+    def _oldest(self, proven: list[tuple[str, Entry]]) -> list[Entry]:
+        """The files whose bytes were looked at longest ago, as many as may be read now."""
+        chosen: list[Entry] = []
+        left = self._request.verify_bytes
+        for _hashed, entry in sorted(proven, key=lambda pair: (pair[0], pair[1].path)):
+            if self._request.verify_bytes and left <= 0:
+                break
+            chosen.append(entry)
+            left -= entry.size
+        return chosen
+
+    def _hash(self, entries: list[Entry], seconds: float) -> list[tuple[Entry, str]]:
+        """Hash files that are here, and begin none after so many seconds; those that are wrong, and their digests."""
+        wrong: list[tuple[Entry, str]] = []
+        if not entries:
+            return wrong
+        self._progress.begin("hashing", len(entries), sum(entry.size for entry in entries))
+        deadline = time.monotonic() + seconds
+
+        def done(entry: Entry, digest: Digest, stats: os.stat_result) -> None:
+            self._progress.close(entry)
+            if digest.right:
+                self._hashed.add(entry.path)
+                previous = self._receipts.get(entry.path)
+                self._record(entry, stats, digest, previous["source"] if previous else "found")
+            else:
+                wrong.append((entry, digest.found))
+                if not self._request.check:
+                    self._receipts.drop(entry.path)
+
+        hash_files(
+            [(self._final(entry), entry) for entry in entries],
+            done=done,
+            stopped=self._request.stop.is_set,
+            enough=lambda: seconds > 0 and time.monotonic() >= deadline,
+            advance=self._progress.count,
+        )
+        return wrong
+
+    def _refuse_to_fetch(self, plan: Plan, wanted: list[Entry]) -> None:
+        """With nobody to ask, what is missing is an error."""
+
+        def why(entry: Entry) -> str:
+            if entry.path in self._found:
+                return f"{entry.path} has the digest {self._found[entry.path]}, the listing says {entry.digest}"
+            if not os.path.lexists(self._final(entry)):
+                return f"{entry.path} is absent"
+            return f"{entry.path} is no file of {entry.size} bytes"
+
+        raise fetch.FetchError(
+            f"{len(wanted)} of {len(plan.entries)} files in {self._dest} are not as listed "
+            f"({human(sum(entry.size for entry in wanted))}): {planning.shorten(map(why, wanted))}. "
+            "Nothing was fetched, since source is present: run again with source hub, or put the right files there."
+        )
 
     def _inspect(self, entry: Entry, path: str, names: list[str]) -> int:
         try:
@@ -490,7 +555,7 @@ class Checkpoint:
 
         tasks = [task(entry) for entry in wanted]
         fetcher = fetch.Fetcher(
-            [self._request.hub],
+            [*self._request.mirrors, self._request.hub],
             self._private,
             options=self._request.options,
             progress=self._progress,
@@ -521,7 +586,7 @@ class Checkpoint:
         if read_json(path) != plan.as_dict():
             write_json(path, plan.as_dict())
         everything = all(entry.path in self._hashed for entry in plan.entries)
-        if summary_changed or everything:
+        if summary_changed or everything or self._request.verify == "rolling":
             times = [receipt["hashed"] for entry in plan.entries if (receipt := self._receipts.get(entry.path))]
             proven = utc_now() if everything else min(times, default=utc_now())
             verify = "full" if everything else self._request.verify

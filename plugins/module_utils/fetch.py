@@ -3,25 +3,28 @@
 # SPDX-License-Identifier: GPL-3.0-or-later
 """Fetch files so that each of them is either not there or right.
 
-One connection per file, many files at once. Bytes are hashed as they arrive and written to a preallocated file under a
-private name; a journal records how far the data is known to be on the disk. A fetch that was killed starts again from
-there, after hashing what it has once more, since a digest's state cannot be stored. A file gets its final name when
-size and digest have been proven and the data is on the disk.
+One connection per file, many files at once. Bytes are hashed as they arrive and written past the page cache to a
+preallocated file under a private name. A journal records how far the data is written, and how far it is known to be on
+the disk: a fetch that was killed starts again from the former, after a crash of the host from the latter, in both cases
+after hashing what it has once more, since a digest's state cannot be stored. A file gets its final name when size and
+digest have been proven and the data is on the disk.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import hashlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ansible_collections.baremetal.kimi_k3.plugins.module_utils.direct import Buffers, DirectFile, whole_blocks
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils.hub import (
     Backoff,
     Body,
@@ -31,6 +34,7 @@ from ansible_collections.baremetal.kimi_k3.plugins.module_utils.hub import (
     wrong_digest,
 )
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils.listing import Digest, Entry
+from ansible_collections.baremetal.kimi_k3.plugins.module_utils.pace import WINDOW, Governor, Throttle
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils.receipts import StoppedError
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils.storage import (
     FILE_MODE,
@@ -41,10 +45,9 @@ from ansible_collections.baremetal.kimi_k3.plugins.module_utils.storage import (
     write_json,
 )
 
-_BUFFER = 1 << 20
 _NAME_LENGTH = 150
 _REPORT_SECONDS = 1.0
-_DIGEST_TRIES = 2
+_FLUSH_POLL = 0.25
 
 
 class FetchError(Exception):
@@ -55,14 +58,16 @@ class FetchError(Exception):
 class Options:
     """How to fetch."""
 
-    connections: int = 8
+    connections: int = 8  # to begin with
+    max_connections: int = 8  # as long as more of them bring more
     retries: int = 8
     backoff: float = 1.0
     rate_limit: int = 0  # bytes per second over all connections; 0 is none
     min_rate: int = 0  # bytes per second and connection below which it is given up; 0 is none
     min_rate_seconds: float = 30.0  # of waiting for bytes
-    flush_bytes: int = 64 << 20  # data that may have to be fetched again after a kill
-    flush_seconds: float = 1.0
+    # Data that may have to be fetched again after a crash of the host; after a kill it is what was in the buffers.
+    flush_bytes: int = 64 << 20
+    flush_seconds: float = 5.0
 
 
 @dataclass
@@ -76,26 +81,7 @@ class Task:
     resumed: int = 0
     fetched: int = 0
     waited: float = 0.0  # seconds in which the other side had the turn
-
-
-class Throttle:
-    """A limit of bytes per second, shared by all connections."""
-
-    def __init__(self, rate: int, stop: threading.Event) -> None:
-        self._rate = rate
-        self._stop = stop
-        self._lock = threading.Lock()
-        self._free_at = time.monotonic()
-
-    def take(self, count: int) -> None:
-        if not self._rate:
-            return
-        with self._lock:
-            now = time.monotonic()
-            self._free_at = max(self._free_at, now) + count / self._rate
-            delay = self._free_at - now
-        if self._stop.wait(delay):
-            raise StoppedError
+    kept: tuple[Part, Digest] | None = None  # of a connection that was closed to have fewer of them
 
 
 @dataclass
@@ -110,6 +96,7 @@ class Progress:
     bytes_fetched: int = 0
     files_total: int = 0
     files_done: int = 0
+    connections: int = 0
     _active: dict[str, list[int]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _writing: threading.Lock = field(default_factory=threading.Lock)
@@ -167,6 +154,7 @@ class Progress:
                 "bytes_total": self.bytes_total,
                 "bytes_done": self.bytes_done,
                 "bytes_fetched": self.bytes_fetched,
+                "connections": self.connections,
                 "rate": round(rate),
                 "average_rate": round(average),
                 "seconds_left": round(left / average) if average > 0 else None,
@@ -212,26 +200,34 @@ def describe(progress: Any) -> str:
 
 
 class Part:
-    """A file on its way: data under a private name, and a journal of how much of it is on the disk."""
+    """A file on its way: data under a private name, a buffer of what comes next, and a journal of how far it is."""
 
-    def __init__(self, directory: str, entry: Entry) -> None:
+    def __init__(self, directory: str, entry: Entry, buffers: Buffers) -> None:
         self.path = part_path(directory, entry)
         self.journal = self.path + ".journal"
         self.entry = entry
-        self.offset = 0
-        self._flushed = 0
-        self.flushed_at = time.monotonic()
-        self._dirty = False
-        self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, FILE_MODE)
+        self.position = 0  # bytes that are here, in the file or in the buffer
+        self.synced_at = self.stored_at = time.monotonic()
+        self._buffers = buffers
+        self._base = 0  # where in the file the buffer begins, always whole blocks
+        self._written = self._durable = 0
+        self._lock = threading.RLock()  # against syncing a file that is being closed or begun anew
+        self._journal_lock = threading.Lock()
+        self._record = -1
+        self._closed = False
+        self._file = DirectFile(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, FILE_MODE)
+        self._buffer = buffers.take()
         try:
-            os.fchmod(self._descriptor, FILE_MODE)
-            size = os.fstat(self._descriptor).st_size
-            self.offset = self._flushed = min(read_journal(self.journal), size, entry.size)
+            os.fchmod(self._file.descriptor, FILE_MODE)
+            size = os.fstat(self._file.descriptor).st_size
+            self.position = self._written = self._durable = min(read_journal(self.journal), size, entry.size)
+            self._base = whole_blocks(self.position)
             if size != entry.size:
-                os.ftruncate(self._descriptor, entry.size)
+                os.ftruncate(self._file.descriptor, entry.size)
             self._allocate()
+            self._record = os.open(self.journal, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, FILE_MODE)
         except BaseException:
-            os.close(self._descriptor)
+            self.close()
             raise
 
     def _allocate(self) -> None:
@@ -239,70 +235,113 @@ class Part:
         if not self.entry.size:
             return
         try:
-            os.posix_fallocate(self._descriptor, 0, self.entry.size)
+            os.posix_fallocate(self._file.descriptor, 0, self.entry.size)
         except OSError as error:
             if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
                 raise
 
     def rehash(self, digest: Digest, advance: Callable[[int], None], stop: threading.Event) -> None:
-        """Feed what is there into the digest."""
-        buffer = memoryview(bytearray(_BUFFER))
-        done = 0
-        while done < self.offset:
+        """Feed what is there into the digest, and what is no whole block into the buffer."""
+        done = count = 0
+        while done < self.position:
             if stop.is_set():
                 raise StoppedError
-            count = os.preadv(self._descriptor, [buffer[: min(_BUFFER, self.offset - done)]], done)
-            if not count:
+            count = min(self._file.read(self._buffer, done), self.position - done)
+            if not count or (count % len(self._buffer) and done + count < self.position):
                 raise FetchError(f"{self.path} ended while it was read.")
-            digest.update(buffer[:count])
+            digest.update(self._buffer[:count])
             done += count
             advance(count)
+            self._file.drop(done)
+        tail = self.position - self._base
+        self._buffer[:tail] = bytes(self._buffer[count - tail : count])
 
     def restart(self) -> None:
-        self.offset = self._flushed = 0
-        self._write_journal()
+        with self._lock:
+            self.position = self._base = self._written = self._durable = 0
+            self._note()
 
-    def append(self, data: memoryview, options: Options) -> None:
+    def room(self) -> memoryview:
+        """Where the next bytes go."""
+        return self._buffer[self.position - self._base : min(len(self._buffer), self.entry.size - self._base)]
+
+    def took(self, count: int) -> None:
+        self.position += count
+
+    @property
+    def full(self) -> bool:
+        return self.position - self._base == len(self._buffer) or self.position == self.entry.size
+
+    def store(self, options: Options, *, tail: bool = False) -> None:
+        """Write what has come to the file: whole blocks, and only at the end what is less than one."""
+        filled = self.position - self._base
+        whole = whole_blocks(filled)
+        self._write(self._buffer[:whole], self._base)
+        if tail and filled > whole:
+            self._write(self._buffer[whole:filled], self._base + whole)
+        self._buffer[: filled - whole] = bytes(self._buffer[whole:filled])
+        self._base += whole
+        self.stored_at = time.monotonic()
+        written = self.position if tail else self._base
+        if written > self._written:
+            self._written = written
+            self._note()
+        if not self._file.direct and self._written - self._durable > 2 * options.flush_bytes:
+            # The disk does not keep up, and memory is not the place to wait in.
+            self.sync()
+
+    def _write(self, data: memoryview, offset: int) -> None:
         while data:
-            count = os.pwrite(self._descriptor, data, self.offset)
-            self.offset += count
+            count = self._file.write(data, offset)
+            offset += count
             data = data[count:]
-        self._dirty = True
-        if (
-            self.offset - self._flushed >= options.flush_bytes
-            or time.monotonic() - self.flushed_at >= options.flush_seconds
-        ):
-            self.flush()
 
-    def flush(self) -> None:
+    def due(self, options: Options) -> bool:
+        """Whether the data should be made to last now."""
+        unsynced = self._written - self._durable
+        return unsynced >= options.flush_bytes or (
+            unsynced > 0 and time.monotonic() - self.synced_at >= options.flush_seconds
+        )
+
+    def sync(self) -> None:
         """Data first, then the journal that speaks of it."""
-        if not self._dirty:
-            return
-        os.fdatasync(self._descriptor)
-        self._write_journal()
-        # On the disk, not needed again before the engine reads it: leave the memory to others.
-        os.posix_fadvise(self._descriptor, self._flushed, self.offset - self._flushed, os.POSIX_FADV_DONTNEED)
-        self._flushed = self.offset
-        self.flushed_at = time.monotonic()
-        self._dirty = False
+        with self._lock:
+            written = self._written
+            if self._closed or written <= self._durable:
+                return
+            os.fdatasync(self._file.descriptor)
+            self._durable = written
+            self._note()
+            os.fdatasync(self._record)
+            self.synced_at = time.monotonic()
+            # On the disk, not needed again before the engine reads it: leave the memory to others.
+            self._file.drop(written)
 
-    def _write_journal(self) -> None:
-        descriptor = os.open(self.journal, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, FILE_MODE)
-        try:
-            # One short record of fixed length; whatever it says, the digest decides.
-            os.pwrite(descriptor, f"{self.offset:020d}\n".encode(), 0)
-            os.fdatasync(descriptor)
-        finally:
-            os.close(descriptor)
+    def _note(self) -> None:
+        # One short record of fixed length; whatever it says, the digest decides.
+        with self._journal_lock:
+            os.pwrite(self._record, f"{self._durable:020d} {self._written:020d} {boot_id()}\n".encode(), 0)
+
+    def put_down(self, options: Options) -> None:
+        """Keep everything that has come for another run."""
+        with contextlib.suppress(OSError):
+            self.store(options, tail=True)
+            self.sync()
 
     def close(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._file.close()
+            if self._record >= 0:
+                os.close(self._record)
+            self._buffers.give(self._buffer)
 
     def finish(self, final: str, aside: str) -> os.stat_result:
         """Give the file its name. A file that had the name before is kept aside until this moment and after it."""
-        os.fsync(self._descriptor)
+        os.fsync(self._file.descriptor)
+        self._file.drop(self.entry.size, at_once=True)
         self.close()
         parent = os.path.dirname(final)
         make_dirs(parent)
@@ -323,6 +362,16 @@ class Part:
     def forget_journal(self) -> None:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.journal)
+
+
+@functools.cache
+def boot_id() -> str:
+    """What no two boots of any hosts have in common."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as stream:
+            return stream.read().strip()
+    except OSError:
+        return "unknown"
 
 
 def flat_name(entry: Entry) -> str:
@@ -376,12 +425,17 @@ def forget_parts(directory: str, entries: Iterable[Entry]) -> None:
 
 
 def read_journal(path: str) -> int:
+    """How many bytes of a half fetched file can be built upon."""
     try:
         with open(path, "rb") as stream:
-            text = stream.read(64).strip()
+            fields = stream.read(128).decode("ascii", "replace").split()
     except FileNotFoundError:
         return 0
-    return int(text) if text.isdigit() else 0
+    if not fields or not fields[0].isdecimal():
+        return 0
+    # What was written outlives its process, and only what was synced outlives the kernel.
+    same_boot = len(fields) == 3 and fields[1].isdecimal() and fields[2] == boot_id() != "unknown"
+    return max(int(fields[0]), int(fields[1])) if same_boot else int(fields[0])
 
 
 def keep_aside(path: str, aside: str) -> None:
@@ -394,6 +448,10 @@ def keep_aside(path: str, aside: str) -> None:
     except OSError:
         # No hard links here: the name is free for a moment, which is better than losing the bytes.
         os.replace(path, aside)
+
+
+class _YieldedError(Exception):
+    """The connection was given up so that there is one less."""
 
 
 class Fetcher:
@@ -418,25 +476,121 @@ class Fetcher:
         self._stop = stop
         self._done = done
         self._throttle = Throttle(options.rate_limit, stop)
+        self._buffers = Buffers()
+        self._governor = Governor(options.connections, options.max_connections)
+        self._changed = threading.Condition()
+        # All of these under the condition's lock.
+        self._waiting: deque[Task] = deque()
+        self._working = self._yielding = 0
+        self._errors: list[BaseException] = []
+        self._open_parts: set[Part] = set()
+        self._open_bodies: set[Body] = set()
 
     def run(self, tasks: Sequence[Task]) -> None:
         """Fetch all tasks; the first one that cannot be had ends the others, which keep what they have."""
         make_dirs(self._parts)
-        futures: list[Future[None]] = []
-        with ThreadPoolExecutor(max_workers=self._options.connections) as pool:
-            try:
-                futures = [pool.submit(self._guarded, task) for task in tasks]
-                wait(futures, return_when=FIRST_EXCEPTION)
-            finally:
-                # Reached early on an error or on an interruption from outside.
-                if not all(future.done() for future in futures) or any(future.exception() for future in futures):
-                    self._stop.set()
-                    for future in futures:
-                        future.cancel()
-        errors = [future.exception() for future in futures if not future.cancelled() and future.exception()]
-        real = [error for error in errors if not isinstance(error, StoppedError)]
-        if real or errors:
-            raise (real or errors)[0]
+        self._waiting.extend(tasks)
+        workers: list[threading.Thread] = []
+        try:
+            with self._flushed():
+                self._steer(workers)
+        except BaseException:
+            self._stop.set()
+            raise
+        finally:
+            self._end(workers)
+        real = [error for error in self._errors if not isinstance(error, StoppedError)]
+        if real or self._errors:
+            raise (real or self._errors)[0]
+        if self._stop.is_set() and self._waiting:
+            raise StoppedError
+
+    def _steer(self, workers: list[threading.Thread]) -> None:
+        """Keep as many connections at work as are good, until there is nothing left to do."""
+        window, fetched = time.monotonic(), self._progress.bytes_fetched
+        while True:
+            with self._changed:
+                while self._working < min(self._governor.target, self._working + len(self._waiting)):
+                    self._working += 1
+                    workers.append(threading.Thread(target=self._work, daemon=True))
+                    workers[-1].start()
+                if self._errors or self._stop.is_set() or not (self._working + self._yielding + len(self._waiting)):
+                    return
+                self._changed.wait(max(0.0, window + WINDOW - time.monotonic()))
+                wanted = self._working + len(self._waiting)
+            now = time.monotonic()
+            if now - window >= WINDOW:
+                rate = (self._progress.bytes_fetched - fetched) / (now - window)
+                window, fetched = now, self._progress.bytes_fetched
+                self._progress.connections = self._governor.observe(rate, wanted)
+                workers[:] = [worker for worker in workers if worker.is_alive()]
+
+    def _end(self, workers: list[threading.Thread]) -> None:
+        if self._errors:
+            self._stop.set()
+        if self._stop.is_set():
+            with self._changed:
+                bodies = list(self._open_bodies)
+            for body in bodies:
+                body.abort()
+        for worker in workers:
+            worker.join()
+        for task in self._waiting:
+            if task.kept:
+                task.kept[0].put_down(self._options)
+                task.kept[0].close()
+                task.kept = None
+
+    @contextlib.contextmanager
+    def _flushed(self) -> Iterator[None]:
+        """Make data last while it comes, beside the threads that fetch it."""
+        ended = threading.Event()
+        poll = max(0.01, min(_FLUSH_POLL, self._options.flush_seconds))
+
+        def flush() -> None:
+            while not ended.wait(poll):
+                with self._changed:
+                    parts = list(self._open_parts)
+                for part in parts:
+                    if part.due(self._options):
+                        # Whatever is wrong with the disk is met by the thread that writes to it, and told by it.
+                        with contextlib.suppress(OSError):
+                            part.sync()
+
+        thread = threading.Thread(target=flush, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+
+    def _work(self) -> None:
+        """What a thread does: one task after the other, while there are not too many threads."""
+        counted = True
+        try:
+            while True:
+                with self._changed:
+                    if not self._waiting or self._errors or self._stop.is_set():
+                        return
+                    if self._working > self._governor.target:
+                        return
+                    task = self._waiting.popleft()
+                try:
+                    self._guarded(task)
+                except _YieldedError:
+                    counted = False
+                    with self._changed:
+                        self._yielding -= 1
+                        self._waiting.appendleft(task)
+                    return
+        except BaseException as error:  # noqa: BLE001  (told by the thread that waits for this one)
+            with self._changed:
+                self._errors.append(error)
+        finally:
+            with self._changed:
+                self._working -= counted
+                self._changed.notify_all()
 
     def _guarded(self, task: Task) -> None:
         try:
@@ -457,13 +611,22 @@ class Fetcher:
     def _fetch(self, task: Task) -> None:
         entry = task.entry
         rejected = os.path.join(self._bad, flat_name(entry) + ".fetched")
-        for attempt in range(_DIGEST_TRIES):
-            source = self._sources[attempt % len(self._sources)]
-            part = Part(self._parts, entry)
+        # Bytes of one source may have been mixed with wrong ones of another: the last one gets a second chance.
+        sources = [*self._sources, self._sources[-1]]
+        tries = 0
+        while sources:
+            source = sources.pop(0)
             try:
-                digest = self._receive(task, part, source)
+                digest, part = self._receive(task, source)
+            except HubError:
+                if all(other is source for other in sources):
+                    raise
+                continue
+            tries += 1
+            try:
                 if not digest.right:
                     part.reject(rejected)
+                    wrong = wrong_digest(entry, digest, source.name)
                     continue
                 try:
                     details = task.inspect(part.path) if task.inspect else None
@@ -475,88 +638,122 @@ class Fetcher:
                 stats = part.finish(task.final, replaced_path(self._directory, entry))
             finally:
                 part.close()
+                with self._changed:
+                    self._open_parts.discard(part)
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(rejected)
             self._done(task, stats, digest, source.name, details)
             self._progress.close(entry)
             return
-        raise FetchError(
-            f"{wrong_digest(entry, digest, source.name)} Fetched {_DIGEST_TRIES} times; the bytes are in {rejected}."
-        )
+        raise FetchError(f"{wrong} Fetched {tries} times; the bytes are in {rejected}.")
 
-    def _receive(self, task: Task, part: Part, source: Source) -> Digest:
-        """All bytes of the file in the part file, and their digest."""
+    def _receive(self, task: Task, source: Source) -> tuple[Digest, Part]:
+        """The digest of all bytes of the file, and the part file that holds them."""
+        part, digest = self._begin(task)
+        try:
+            self._receive_into(task, source, part, digest)
+        except _YieldedError:
+            task.kept = part, digest
+            raise
+        except BaseException:
+            part.put_down(self._options)
+            part.close()
+            with self._changed:
+                self._open_parts.discard(part)
+            raise
+        return digest, part
+
+    def _begin(self, task: Task) -> tuple[Part, Digest]:
+        """A part file and the digest of what is in it."""
+        if task.kept:
+            kept, task.kept = task.kept, None
+            return kept
         entry = task.entry
+        part = Part(self._parts, entry, self._buffers)
         digest = Digest(entry)
         self._progress.open(entry, 0)
-        part.rehash(digest, lambda count: self._progress.advance(entry, count, fetched=False), self._stop)
-        task.resumed += part.offset
+        try:
+            part.rehash(digest, lambda count: self._progress.advance(entry, count, fetched=False), self._stop)
+        except BaseException:
+            part.close()
+            raise
+        task.resumed += part.position
+        with self._changed:
+            self._open_parts.add(part)
+        return part, digest
+
+    def _receive_into(self, task: Task, source: Source, part: Part, digest: Digest) -> None:
+        entry = task.entry
         backoff = Backoff(self._options.retries, self._options.backoff, self._stop)
-        while part.offset < entry.size:
+        while part.position < entry.size:
             waited, before = task.waited, task.fetched
             try:
-                body = source.open(entry, part.offset)
+                body = source.open(entry, part.position)
+                with self._changed:
+                    self._open_bodies.add(body)
                 try:
-                    if body.start != part.offset:
+                    if body.start != part.position:
                         part.restart()
-                        digest = Digest(entry)
+                        digest.restart()
                         self._progress.open(entry, 0)
                     self._copy(task, body, part, digest)
                 finally:
+                    with self._changed:
+                        self._open_bodies.discard(body)
                     body.close()
             except TransientError as error:
                 received = task.fetched - before
                 # Only a connection that was worth having earns new tries.
                 if received and received >= self._options.min_rate * (task.waited - waited):
                     backoff.reset()
+                part.store(self._options)
                 backoff.wait(error)
-            finally:
-                part.flush()
-        return digest
+        part.store(self._options, tail=True)
 
     def _copy(self, task: Task, body: Body, part: Part, digest: Digest) -> None:
         entry, options = task.entry, self._options
-        buffer = memoryview(bytearray(min(_BUFFER, max(1, entry.size))))
         window, received = task.waited, 0
-        filled = 0
-
-        def store() -> None:
-            nonlocal filled
-            digest.update(buffer[:filled])
-            part.append(buffer[:filled], options)
-            filled = 0
-
-        try:
-            while part.offset + filled < entry.size:
-                if self._stop.is_set():
-                    raise StoppedError
-                began = time.monotonic()
-                try:
-                    count = body.readinto1(buffer[filled : min(len(buffer), entry.size - part.offset)])
-                finally:
-                    now = time.monotonic()
-                    task.waited += now - began
-                if not count:
+        while part.position < entry.size:
+            if self._stop.is_set():
+                raise StoppedError
+            if self._working > self._governor.target:
+                part.store(options)
+                if self._yield():
+                    raise _YieldedError
+            room = part.room()
+            began = time.monotonic()
+            try:
+                count = body.readinto1(room)
+            finally:
+                now = time.monotonic()
+                task.waited += now - began
+            if not count:
+                raise TransientError(f"The server closed after {part.position} of {entry.size} bytes of {entry.path}.")
+            digest.update(room[:count])
+            part.took(count)
+            received += count
+            task.fetched += count
+            self._progress.advance(entry, count)
+            self._throttle.take(count)
+            if part.full or now - part.stored_at >= options.flush_seconds:
+                part.store(options)
+            # Only the time spent waiting for bytes counts: a slow disk or a limit of our own is not their fault.
+            spent = task.waited - window
+            if options.min_rate and spent >= options.min_rate_seconds:
+                if received < options.min_rate * spent:
                     raise TransientError(
-                        f"The server closed after {part.offset + filled} of {entry.size} bytes of {entry.path}."
+                        f"{entry.path} came at {human(received / spent)}/s, "
+                        f"below the floor of {human(options.min_rate)}/s."
                     )
-                filled += count
-                received += count
-                task.fetched += count
-                self._progress.advance(entry, count)
-                self._throttle.take(count)
-                if filled == len(buffer) or now - part.flushed_at >= options.flush_seconds:
-                    store()
-                # Only the time spent waiting for bytes counts: a slow disk or a limit of our own is not their fault.
-                spent = task.waited - window
-                if options.min_rate and spent >= options.min_rate_seconds:
-                    if received < options.min_rate * spent:
-                        raise TransientError(
-                            f"{entry.path} came at {human(received / spent)}/s, "
-                            f"below the floor of {human(options.min_rate)}/s."
-                        )
-                    window, received = task.waited, 0
-        finally:
-            if filled:
-                store()
+                window, received = task.waited, 0
         # Bytes beyond the size are not even read: the digest says whether these are the right ones.
+
+    def _yield(self) -> bool:
+        """Whether it is this thread that ends."""
+        with self._changed:
+            if self._working <= self._governor.target:
+                return False
+            # Counted off here, so that no second thread ends for the same reason.
+            self._working -= 1
+            self._yielding += 1
+            return True

@@ -9,8 +9,10 @@ import contextlib
 import email.utils
 import http.client
 import json
+import os
 import random
 import re
+import socket
 import ssl
 import string
 import threading
@@ -32,6 +34,8 @@ _MAX_PAGES = 10_000
 _MAX_JSON = 256 << 20
 _MAX_WAIT = 900.0  # the Hub counts in windows of five minutes; a longer wait is an error to show
 _MAX_BACKOFF = 60.0
+_TLS_RECORDS = 16
+_TLS_PATIENCE = 0.02
 _NEXT_LINK = re.compile(r'<([^>]*)>\s*;[^,]*\brel="?next"?')
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 _RATE_RESET = re.compile(r"(?:^|[;,\s])t=(\d+)")
@@ -59,6 +63,8 @@ class Body(Protocol):
 
     def readinto1(self, buffer: memoryview) -> int: ...
 
+    def abort(self) -> None: ...
+
     def close(self) -> None: ...
 
 
@@ -68,6 +74,23 @@ class Source(Protocol):
     name: str
 
     def open(self, entry: Entry, offset: int) -> Body: ...
+
+
+class Nowhere:
+    """The place to get bytes from when none is to be asked."""
+
+    endpoint = name = "nowhere"
+
+    def listing(self) -> list[Entry]:
+        raise HubError(
+            "The listing of the revision is not here, and source is present, so nobody is asked: set listing_file."
+        )
+
+    def read(self, entry: Entry) -> tuple[bytes, Digest]:
+        raise HubError(f"{entry.path} is not here, or not as listed, and source is present, so nobody is asked for it.")
+
+    def open(self, entry: Entry, offset: int) -> Body:
+        raise HubError(f"{entry.path} is not here from byte {offset} on, and source is present.")
 
 
 class Backoff:
@@ -103,14 +126,54 @@ class _Response:
     def __init__(self, response: http.client.HTTPResponse, start: int) -> None:
         self._response = response
         self.start = start
+        length = response.headers.get("Content-Length")
+        self._left = int(length) if length and length.isdecimal() and not response.chunked else None
+        self._slow: BaseException | None = None
+        # One record of TLS is 16 KiB: too little to go through all of our bookkeeping for.
+        self._pieces = _TLS_RECORDS if (response.url or "").startswith("https:") else 1
 
     def readinto1(self, buffer: memoryview) -> int:
+        """Some bytes, as soon as there are any."""
+        if self._slow is not None:
+            raise self._slow
+        if self._left is not None:
+            buffer = buffer[: self._left]
+        done = 0
+        began = time.monotonic()
         try:
-            return self._response.readinto1(buffer)
+            for _piece in range(self._pieces):
+                count = self._read(buffer[done:])
+                done += count
+                if not count or done == len(buffer) or time.monotonic() - began > _TLS_PATIENCE:
+                    break
+        except TransientError as error:
+            if not done:
+                raise
+            self._slow = error  # told after what came before it
+        if self._left is not None:
+            self._left -= done
+        return done
+
+    def _read(self, buffer: memoryview) -> int:
+        # The response's own methods would copy every byte once more; the stream below it reads right into the buffer.
+        # Chunks only they understand.
+        stream = self._response if self._response.chunked else self._response.fp
+        if stream is None or not buffer:
+            return 0
+        try:
+            return stream.readinto1(buffer)
         except TimeoutError as error:
             raise TransientError("The server stopped sending.") from error
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise TransientError(f"The connection broke ({_reason(error)}).") from error
+
+    def abort(self) -> None:
+        """Let a read that another thread is waiting in come back at once."""
+        # A response that has ended by now has nothing below it any more.
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            double = os.dup(self._response.fileno())
+            with socket.socket(fileno=double) as connection:
+                connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         with contextlib.suppress(OSError):

@@ -47,11 +47,15 @@ class Digest:
 
     def __init__(self, entry: Entry) -> None:
         self._entry = entry
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget what has been fed."""
         self._sha256 = hashlib.sha256()
         self._blob = None
-        if not entry.sha256:
+        if not self._entry.sha256:
             # git's object identifier, which protects nothing here but against accidents; there is no other one.
-            self._blob = hashlib.sha1(f"blob {entry.size}\0".encode(), usedforsecurity=False)
+            self._blob = hashlib.sha1(f"blob {self._entry.size}\0".encode(), usedforsecurity=False)
 
     def update(self, data: Any) -> None:
         self._sha256.update(data)

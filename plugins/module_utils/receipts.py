@@ -15,13 +15,13 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from ansible_collections.baremetal.kimi_k3.plugins.module_utils.direct import Buffers, DirectFile
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils.listing import Digest, Entry
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils.storage import read_json, utc_now, write_json
 
 SCHEMA = 1
 FIELDS = ("size", "mtime_ns", "ctime_ns", "ino", "blocks")
-_BLOCK = 1 << 20
-_DROP_AFTER = 64 << 20
+_MOST_THREADS = 64
 
 
 class ChangedError(Exception):
@@ -84,59 +84,95 @@ class Receipts:
         }
         with self._lock:
             self._files[name] = receipt
-            write_json(self._path, {"schema": SCHEMA, "files": self._files})
+            self._write()
+
+    def drop(self, name: str) -> None:
+        """A file was found to be wrong, whatever its receipt says."""
+        with self._lock:
+            if self._files.pop(name, None) is not None:
+                self._write()
+
+    def _write(self) -> None:
+        write_json(self._path, {"schema": SCHEMA, "files": self._files})
 
 
 def hash_file(
     path: str,
     entry: Entry,
     *,
+    buffers: Buffers | None = None,
     stopped: Callable[[], bool] = lambda: False,
     advance: Callable[[int], None] = _ignore,
 ) -> tuple[Digest, os.stat_result]:
-    """Digest of a file that holds still meanwhile, and its state at that time."""
+    """Digest of a file that holds still meanwhile, as the disk has it, and the file's state at that time."""
     digest = Digest(entry)
-    buffer = memoryview(bytearray(_BLOCK))
-    descriptor = os.open(path, os.O_RDONLY)
+    buffers = buffers or Buffers()
+    file = DirectFile(path, os.O_RDONLY)
+    buffer = buffers.take()
     try:
-        before = os.fstat(descriptor)
-        offset = dropped = 0
-        while True:
+        before = os.fstat(file.descriptor)
+        offset = 0
+        while offset < before.st_size:
             if stopped():
                 raise StoppedError
-            count = os.readv(descriptor, [buffer])
+            count = file.read(buffer, offset)
             if not count:
                 break
             digest.update(buffer[:count])
             offset += count
             advance(count)
-            if offset - dropped >= _DROP_AFTER:
-                # Reading a checkpoint through must not push everything else out of memory.
-                os.posix_fadvise(descriptor, dropped, offset - dropped, os.POSIX_FADV_DONTNEED)
-                dropped = offset
-        after = os.fstat(descriptor)
+            # Reading a checkpoint through must not push everything else out of memory.
+            file.drop(offset)
+        file.drop(offset, at_once=True)
+        after = os.fstat(file.descriptor)
     finally:
-        os.close(descriptor)
-    if proof_of(before) != proof_of(after):
+        buffers.give(buffer)
+        file.close()
+    if proof_of(before) != proof_of(after) or offset != after.st_size:
         raise ChangedError(f"{path} changed while it was read: something else writes to it.")
     return digest, after
+
+
+def reading_threads(files: int) -> int:
+    """Twice as many as there are cores: while one waits for the disk, another one hashes."""
+    return max(1, min(files, 2 * len(os.sched_getaffinity(0)), _MOST_THREADS))
 
 
 def hash_files(
     jobs: Iterable[tuple[str, Entry]],
     *,
-    threads: int,
+    threads: int | None = None,
     done: Callable[[Entry, Digest, os.stat_result], None],
     stopped: Callable[[], bool] = lambda: False,
+    enough: Callable[[], bool] = lambda: False,
     advance: Callable[[int], None] = _ignore,
 ) -> None:
-    """Hash files in parallel (hashing leaves the interpreter free); each result is handed over as it comes."""
+    """Hash files in parallel (hashing leaves the interpreter free); each result is handed over as it comes.
+
+    C(enough) is asked before each file but the first.
+    """
+    buffers = Buffers()
+    failed = threading.Event()
+    begun = threading.Event()
 
     def one(job: tuple[str, Entry]) -> None:
         path, entry = job
-        digest, stats = hash_file(path, entry, stopped=stopped, advance=advance)
-        done(entry, digest, stats)
+        if begun.is_set() and enough():
+            return
+        begun.set()
+        try:
+            digest, stats = hash_file(
+                path, entry, buffers=buffers, stopped=lambda: failed.is_set() or stopped(), advance=advance
+            )
+            done(entry, digest, stats)
+        except BaseException:
+            failed.set()
+            raise
 
-    with ThreadPoolExecutor(max_workers=max(1, threads)) as pool:
-        for _result in pool.map(one, list(jobs)):
-            pass
+    ordered = list(jobs)
+    with ThreadPoolExecutor(max_workers=threads or reading_threads(len(ordered))) as pool:
+        futures = [pool.submit(one, job) for job in ordered]
+    errors = [error for future in futures if (error := future.exception())]
+    real = [error for error in errors if not isinstance(error, StoppedError)]
+    if real or errors:
+        raise (real or errors)[0]

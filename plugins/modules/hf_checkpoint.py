@@ -57,6 +57,27 @@ options:
       - URL of the Hub or of a mirror that answers like it.
       - The default is the environment variable E(HF_ENDPOINT) of the host, or else V(https://huggingface.co).
     type: str
+  mirrors:
+    description:
+      - URLs of servers that answer like the Hub and are asked for the bytes of files before O(endpoint) is, in this
+        order. One that fails is passed over for that file.
+      - The listing, and so every digest, comes from O(endpoint) alone. No token is sent to a mirror.
+    type: list
+    elements: str
+    default: []
+  source:
+    description:
+      - With V(hub), what is missing is fetched.
+      - With V(present), nobody is asked for anything. The files are proven as they are, and the module fails when one
+        of them is absent or wrong. For hosts without any way out, and for looking only.
+    type: str
+    choices: [hub, present]
+    default: hub
+  listing_file:
+    description:
+      - A file on the host with the answer of the Hub to C(/api/models/REPOSITORY/tree/REVISION?recursive=true), to be
+        used in place of asking for it. Needed once with O(source=present) when C(.kimi-k3) did not come with the files.
+    type: path
   scope:
     description:
       - With V(all), all files of the revision.
@@ -98,9 +119,16 @@ options:
     description: A file on the host with certificates of authorities to trust, for a mirror with its own authority.
     type: path
   connections:
-    description: Number of files that are fetched at once, each over one connection.
+    description: Number of files that are fetched at once to begin with, each over one connection.
     type: int
     default: 8
+  max_connections:
+    description:
+      - Most files to fetch at once. Connections are added one by one as long as one more brings more bytes, and halved
+        when the rate stays below a quarter of the best one for a minute.
+      - Not more than O(connections) means that none is added.
+    type: int
+    default: 32
   rate_limit:
     description: Most bytes per second to fetch, over all connections together. V(0) means no limit.
     type: int
@@ -130,10 +158,25 @@ options:
     description:
       - How to prove files that were proven before.
       - With V(receipt), by their receipts; a file is hashed again when anything about it has changed.
-      - With V(full), by hashing all of them, on all cores.
+      - With V(rolling), by their receipts, and of those by hashing the ones that were hashed longest ago, until
+        O(verify_seconds) or O(verify_bytes) are used up. In this way every byte is read again over a number of runs.
+      - With V(full), by hashing all of them, on all cores. The bytes are read from the disk, not from memory, where the
+        file system can do that.
     type: str
-    choices: [receipt, full]
+    choices: [receipt, rolling, full]
     default: receipt
+  verify_seconds:
+    description: Seconds after which O(verify=rolling) begins no other file. V(0) means no limit.
+    type: int
+    default: 60
+  verify_bytes:
+    description: Bytes after which O(verify=rolling) begins no other file. V(0) means no limit.
+    type: int
+    default: 0
+  assumed_rate:
+    description: Bytes per second from which check mode works out how long the fetch would take.
+    type: int
+    default: 300000000
   lock_timeout:
     description:
       - Seconds to wait for another run with the same O(dest) to end, as one that goes on after its controller was
@@ -206,6 +249,11 @@ fetched_bytes:
   returned: success
   type: int
   sample: 2341000000
+estimated_seconds:
+  description: Seconds that the bytes would take at O(assumed_rate).
+  returned: in check mode
+  type: int
+  sample: 2613
 resumed_bytes:
   description: Bytes that an interrupted run had fetched and that were used.
   returned: success
@@ -301,6 +349,7 @@ identity_digest:
 """
 
 import json
+import math
 import os
 import re
 import signal
@@ -310,13 +359,22 @@ from typing import Any
 from ansible.module_utils.basic import AnsibleModule
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils.checkpoint_job import ERRORS, Outcome, Request, ensure
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils.fetch import FetchError, Options
-from ansible_collections.baremetal.kimi_k3.plugins.module_utils.hub import DEFAULT_ENDPOINT, Hub, HubError, parse_token
+from ansible_collections.baremetal.kimi_k3.plugins.module_utils.hub import (
+    DEFAULT_ENDPOINT,
+    Hub,
+    HubError,
+    Nowhere,
+    parse_token,
+)
 
 ARGUMENT_SPEC: dict[str, dict[str, Any]] = {
     "repository": {"type": "str", "required": True},
     "revision": {"type": "str", "required": True},
     "dest": {"type": "path", "required": True},
     "endpoint": {"type": "str"},
+    "mirrors": {"type": "list", "elements": "str", "default": []},
+    "source": {"type": "str", "choices": ["hub", "present"], "default": "hub"},
+    "listing_file": {"type": "path"},
     "scope": {"type": "str", "choices": ["all", "stage"], "default": "all"},
     "pipeline_layers": {"type": "list", "elements": "int"},
     "stages": {"type": "list", "elements": "int"},
@@ -325,17 +383,25 @@ ARGUMENT_SPEC: dict[str, dict[str, Any]] = {
     "token_file": {"type": "path", "no_log": False},
     "ca_path": {"type": "path"},
     "connections": {"type": "int", "default": 8},
+    "max_connections": {"type": "int", "default": 32},
     "rate_limit": {"type": "int", "default": 0},
     "min_rate": {"type": "int", "default": 16384},
     "min_rate_seconds": {"type": "int", "default": 30},
     "timeout": {"type": "int", "default": 30},
     "retries": {"type": "int", "default": 8},
-    "verify": {"type": "str", "choices": ["receipt", "full"], "default": "receipt"},
+    "verify": {"type": "str", "choices": ["receipt", "rolling", "full"], "default": "receipt"},
+    "verify_seconds": {"type": "int", "default": 60},
+    "verify_bytes": {"type": "int", "default": 0},
+    "assumed_rate": {"type": "int", "default": 300_000_000},
     "lock_timeout": {"type": "int", "default": 3600},
     "allow_tmpfs": {"type": "bool", "default": False},
 }
 _AT_LEAST = {
     "connections": 1,
+    "max_connections": 1,
+    "verify_seconds": 0,
+    "verify_bytes": 0,
+    "assumed_rate": 1,
     "rate_limit": 0,
     "min_rate": 0,
     "min_rate_seconds": 1,
@@ -384,16 +450,23 @@ def read_token(path: str | None) -> tuple[str | None, list[str]]:
 
 def request_of(params: dict[str, Any], check: bool, token: str | None, stop: threading.Event) -> Request:
     """The module's options as the library wants them."""
-    hub = Hub(
-        params["endpoint"] or os.environ.get("HF_ENDPOINT") or DEFAULT_ENDPOINT,
-        params["repository"],
-        params["revision"],
-        token=token,
-        timeout=params["timeout"],
-        retries=params["retries"],
-        ca_path=params["ca_path"],
-        stop=stop,
-    )
+
+    def server(url: str, secret: str | None) -> Hub:
+        return Hub(
+            url,
+            params["repository"],
+            params["revision"],
+            token=secret,
+            timeout=params["timeout"],
+            retries=params["retries"],
+            ca_path=params["ca_path"],
+            stop=stop,
+        )
+
+    if params["source"] == "present":
+        hub: Hub | Nowhere = Nowhere()
+    else:
+        hub = server(params["endpoint"] or os.environ.get("HF_ENDPOINT") or DEFAULT_ENDPOINT, token)
     return Request(
         repository=params["repository"],
         revision=params["revision"],
@@ -404,9 +477,14 @@ def request_of(params: dict[str, Any], check: bool, token: str | None, stop: thr
         layers=params["layers"],
         language_model_only=params["language_model_only"],
         hub=hub,
+        mirrors=[server(url, None) for url in params["mirrors"]] if params["source"] != "present" else [],
+        listing_file=params["listing_file"],
         verify=params["verify"],
+        verify_seconds=params["verify_seconds"],
+        verify_bytes=params["verify_bytes"],
         options=Options(
             connections=params["connections"],
+            max_connections=max(params["connections"], params["max_connections"]),
             retries=params["retries"],
             rate_limit=params["rate_limit"],
             min_rate=params["min_rate"],
@@ -490,6 +568,8 @@ def main() -> None:
     for warning in warnings + outcome.warnings:
         module.warn(warning)
     result = result_of(request, outcome)
+    if module.check_mode:
+        result["estimated_seconds"] = math.ceil(outcome.fetched_bytes / module.params["assumed_rate"])
     if module._diff:
         result["diff"] = diff_of(outcome, request.dest)
     module.exit_json(**result)

@@ -105,8 +105,9 @@ class World:
             **self.defaults,
             **changes,
         }
-        hub = Hub(self.hub.endpoint, values["repository"], values["revision"], **client)
-        return Request(hub=hub, **values)
+        if "hub" not in values:
+            values["hub"] = Hub(self.hub.endpoint, values["repository"], values["revision"], **client)
+        return Request(**values)
 
     def run(self, **changes: Any) -> Any:
         from ansible_collections.baremetal.kimi_k3.plugins.module_utils.checkpoint_job import ensure  # noqa: PLC0415

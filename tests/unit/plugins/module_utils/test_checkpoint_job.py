@@ -10,14 +10,18 @@ import shutil
 import stat
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 from typing import Any
 
 import pytest
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils import checkpoint_job as module
+from ansible_collections.baremetal.kimi_k3.plugins.module_utils import receipts
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils.checkpoint_job import ERRORS
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils.checkpoint_plan import PlanError
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils.fetch import FetchError
+from ansible_collections.baremetal.kimi_k3.plugins.module_utils.hub import HubError, Nowhere
+from ansible_collections.baremetal.kimi_k3.plugins.module_utils.listing import ListingError
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils.storage import StorageError
 
 INDEX = "model.safetensors.index.json"
@@ -493,3 +497,116 @@ def test_moved_to_another_disk_it_is_proven_anew(world: Any) -> None:
         hashlib.sha256((copy / SHARDS[0]).read_bytes()).hexdigest()
         == json.loads(world.own("receipts.json").read_text())["files"][SHARDS[0]]["sha256"]
     )
+
+
+# Proving without a network
+
+
+def test_present_proves_and_asks_nobody(world: Any) -> None:
+    world.run()
+    world.hub.stop()
+    assert not world.run(hub=Nowhere()).changed
+    outcome = world.run(hub=Nowhere(), verify="full")
+    assert not outcome.changed
+    assert outcome.verified == "sha256"
+
+
+def test_present_names_what_is_wrong_and_touches_nothing(world: Any) -> None:
+    world.run()
+    spoil(world.dest / SHARDS[2])
+    os.truncate(world.dest / SHARDS[0], 10)
+    (world.dest / "empty.txt").unlink()
+    world.hub.clear_log()
+    held = world.held()
+    for check in (True, False):
+        with pytest.raises(FetchError) as caught:
+            world.run(hub=Nowhere(), check=check)
+        text = str(caught.value)
+        assert text.startswith(f"3 of {len(world.files) - 1} files in {world.dest} are not as listed")
+        assert "empty.txt is absent" in text
+        assert f"{SHARDS[0]} is no file of" in text
+        assert f"{SHARDS[2]} has the digest sha256:" in text
+        assert "the listing says sha256:" in text
+    assert world.held() == held
+    assert world.hub.log == []
+    assert world.run().replaced == [SHARDS[0], SHARDS[2]]
+    assert world.held() == world.files
+
+
+def test_present_where_no_run_was_before(world: Any, tmp_path: Path) -> None:
+    for name, data in world.files.items():
+        path = world.dest / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    with pytest.raises(HubError, match=r"The listing of the revision is not here.*set listing_file"):
+        world.run(hub=Nowhere())
+    with urllib.request.urlopen(
+        f"{world.hub.endpoint}/api/models/lab/tiny/tree/{world.commit}?recursive=true", timeout=10
+    ) as answer:
+        (tmp_path / "listing.json").write_bytes(answer.read())
+    world.hub.stop()
+    outcome = world.run(hub=Nowhere(), listing_file=str(tmp_path / "listing.json"))
+    assert outcome.fetch == []
+    assert outcome.verified == "sha256"
+    (tmp_path / "broken.json").write_text("{}")
+    world.own("listing.json").unlink()
+    world.own("plan.json").unlink()
+    with pytest.raises(ListingError, match=r"broken\.json is absent or holds no list"):
+        world.run(hub=Nowhere(), listing_file=str(tmp_path / "broken.json"))
+
+
+# Rolling
+
+
+def age(world: Any) -> None:
+    """Receipts of different age, in the order of names."""
+    path = world.own("receipts.json")
+    stored = json.loads(path.read_text())
+    for number, name in enumerate(sorted(stored["files"])):
+        stored["files"][name]["hashed"] = f"2020-01-{number + 1:02d}T00:00:00Z"
+    path.write_text(json.dumps(stored))
+
+
+def test_rolling_reads_what_was_not_read_for_longest(world: Any) -> None:
+    world.run()
+    age(world)
+    world.hub.stop()
+    rounds = [world.run(verify="rolling", verify_bytes=350_000) for _run in range(3)]
+    assert not any(outcome.changed for outcome in rounds)
+    first, second, third = (outcome.hashed for outcome in rounds)
+    assert first == ["config.json", "empty.txt", *SHARDS[:2]]
+    assert second == SHARDS[2:4]
+    assert {SHARDS[4], "tiktoken.model"} < set(third)
+    outcome = rounds[-1]
+    assert "receipt for" in outcome.verified
+    assert world.summary()["verify"] == "rolling"
+
+
+def test_rolling_finds_what_no_receipt_can(world: Any) -> None:
+    world.run()
+    age(world)
+    spoil(world.dest / SHARDS[1])
+    # Rot below the file system changes no time: the receipt is made to agree.
+    path = world.own("receipts.json")
+    stored = json.loads(path.read_text())
+    stored["files"][SHARDS[1]]["ctime_ns"] = (world.dest / SHARDS[1]).stat().st_ctime_ns
+    path.write_text(json.dumps(stored))
+    assert not world.run().changed
+    with pytest.raises(FetchError, match=f"{SHARDS[1]} has the digest"):
+        world.run(verify="rolling", hub=Nowhere())
+    # What was found once is not forgotten.
+    with pytest.raises(FetchError, match=f"{SHARDS[1]} has the digest"):
+        world.run(hub=Nowhere())
+    outcome = world.run(verify="rolling")
+    assert outcome.replaced == [SHARDS[1]]
+    assert world.held() == world.files
+
+
+def test_rolling_stops_when_its_time_is_over_but_not_before_the_first(
+    world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.run()
+    monkeypatch.setattr(receipts, "reading_threads", lambda _files: 1)
+    outcome = world.run(verify="rolling", verify_seconds=1e-9)
+    assert len(outcome.hashed) == 1
+    assert len(world.run(verify="rolling", verify_seconds=3600).hashed) == len(world.files) - 1

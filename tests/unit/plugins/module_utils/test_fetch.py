@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils import fetch as module
+from ansible_collections.baremetal.kimi_k3.plugins.module_utils.direct import Buffers
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils.fetch import FetchError, Part, part_path
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils.listing import Entry
 
@@ -249,9 +250,9 @@ def test_odd_journals(tmp_path: Path, text: str) -> None:
     path = Path(part_path(str(tmp_path), entry))
     path.write_bytes(b"12345")
     Path(f"{path}.journal").write_text(text)
-    part = Part(str(tmp_path), entry)
+    part = Part(str(tmp_path), entry, Buffers())
     part.close()
-    assert part.offset in (0, 5)
+    assert part.position in (0, 5)
 
 
 def test_a_full_disk_is_told_before_the_bytes_come_and_is_no_loss(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,3 +338,96 @@ def test_progress_is_told_while_it_lasts(world: Any, monkeypatch: pytest.MonkeyP
     assert module.describe(fetching[-1]).startswith("fetching, ")
     assert module.describe(last) == "done"
     assert module.describe(None) == ""
+
+
+def test_a_journal_of_this_boot_speaks_of_what_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    path.write_text(f"{4096:020d} {8192:020d} {module.boot_id()}\n")
+    assert module.read_journal(str(path)) == 8192
+    # After a crash of the host, only of what was on the disk.
+    path.write_text(f"{4096:020d} {8192:020d} another-boot\n")
+    assert module.read_journal(str(path)) == 4096
+
+
+def test_resuming_in_the_middle_of_a_block(world: Any) -> None:
+    for reached in (1, 4095, 4097, 100_001):
+        world.hub.fault("cut", path=SHARD, on="cdn", after=reached)
+        with pytest.raises(FetchError):
+            world.run(options={"retries": 0, "min_rate": 1 << 40, "min_rate_seconds": 99})
+    before = module.journaled(str(world.own("")), listed(world, SHARD))
+    assert before == 1 + 4095 + 4097 + 100_001
+    world.hub.clear_faults()
+    assert world.run().resumed_bytes == before
+    assert complete(world)
+    assert world.hub.bytes_sent(SHARD, "cdn") == len(world.files[SHARD])
+
+
+def test_data_is_made_to_last_while_it_comes(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced = []
+    monkeypatch.setattr(os, "fdatasync", synced.append)
+    world.hub.fault("trickle", path=SHARD, on="cdn", rate=400_000)
+    world.run(options={"flush_seconds": 0.1})
+    assert complete(world)
+    assert len(synced) >= 4, "the data and the journal, more than once"
+
+
+def test_a_connection_too_many_hands_its_file_back(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    targets: list[int] = []
+
+    def observe(governor: Any, _rate: float, _wanted: int) -> int:
+        governor.target = 1 if not targets else 4
+        targets.append(governor.target)
+        return governor.target
+
+    monkeypatch.setattr(module, "WINDOW", 0.1)
+    monkeypatch.setattr(module.Governor, "observe", observe)
+    outcome = world.run(options={"rate_limit": 3_000_000})
+    assert targets[:2] == [1, 4]
+    assert complete(world)
+    assert outcome.resumed_bytes == 0, "the digest was kept, nothing was read again"
+    assert outcome.fetched_bytes == sum(map(len, world.files.values()))
+    assert max(world.hub.count("cdn", path) for path in world.files) > 1
+    assert list(world.own("parts").iterdir()) == []
+
+
+def test_what_was_handed_back_is_kept_when_the_run_ends(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def observe(governor: Any, _rate: float, _wanted: int) -> int:
+        governor.target = 1
+        return 1
+
+    monkeypatch.setattr(module, "WINDOW", 0.1)
+    monkeypatch.setattr(module.Governor, "observe", observe)
+    world.hub.fault("missing", path="tiktoken.model", on="cdn", times=None)
+    blocker = world.hub.fault("throttled", path="tiktoken.model", on="cdn", seconds=1)
+    world.hub.faults.insert(0, world.hub.faults.pop(world.hub.faults.index(blocker)))
+    with pytest.raises(FetchError):
+        world.run(options={"rate_limit": 500_000, "connections": 8})
+    world.hub.clear_faults()
+    fetched = world.hub.bytes_sent("model-*", "cdn")
+    outcome = world.run()
+    assert complete(world)
+    assert outcome.resumed_bytes > 0
+    assert fetched > 0
+
+
+def test_mirrors_are_asked_first(world: Any) -> None:
+    from lab_hub import Hub as Server  # noqa: PLC0415
+
+    with Server(world.root) as mirror:
+        client = world.request().hub.__class__(mirror.endpoint, "lab/tiny", world.commit, retries=0, backoff=0.01)
+        mirror.fault("missing", path=SHARD, on="resolve", times=None)
+        mirror.fault("corrupt", path="model-00001*", on="cdn", at=7, times=None)
+        mirror.fault("drop", path="model-00003*", on="cdn", times=None)
+        world.run(mirrors=[client])
+        assert complete(world)
+        assert mirror.count("cdn", "model-00004*") == 1
+        assert world.hub.count("cdn", "model-00004*") == 0
+        for name in ("model-00001*", SHARD, "model-00003*"):
+            assert world.hub.count("cdn", name) == 1
+    receipts = json.loads(world.own("receipts.json").read_text())["files"]
+    assert receipts[SHARD]["source"] == world.hub.endpoint
+    assert receipts["model-00004-of-00005.safetensors"]["source"] == mirror.endpoint
+    # One that is gone altogether is no loss either.
+    (world.dest / SHARD).unlink()
+    world.run(mirrors=[client])
+    assert complete(world)
