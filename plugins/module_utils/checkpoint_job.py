@@ -16,7 +16,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -92,6 +92,7 @@ class Request:
     lock_timeout: float = 0.0
     allow_tmpfs: bool = False
     check: bool = False
+    tell: Callable[[str], None] = lambda _state: None  # takes what the run waits for, again and again
     stop: threading.Event = field(default_factory=threading.Event)
 
 
@@ -190,19 +191,19 @@ class Checkpoint:
 
     def ensure(self) -> Outcome:
         """Do what is needed, which may be nothing."""
-        outcome = self._by_receipts()
+        outcome = self.at_once()
         if outcome is not None:
             return outcome
-        check_filesystem(self._dest, self._request.allow_tmpfs)
+        self.prepare()
         if self._request.check:
             return self._work()
-        make_dirs(self._private)
         progress_path = self._own("progress.json")
         lock = Lock(self._own("lock"), lambda: fetch.describe(read_json(progress_path)))
-        with locked(lock, self._request.lock_timeout):
+        with locked(lock, self._request.lock_timeout, lambda holder: self._request.tell(f"waiting for {holder}")):
+            self._request.tell("")
             # Whoever had the lock before may have done it all.
             self._receipts = Receipts(self._own("receipts.json"))
-            outcome = self._by_receipts()
+            outcome = self.at_once()
             if outcome is not None:
                 return outcome
             about = {
@@ -222,9 +223,15 @@ class Checkpoint:
                 self._progress.state = "done"
             return outcome
 
+    def prepare(self) -> None:
+        """Make sure that this is a place for a checkpoint."""
+        check_filesystem(self._dest, self._request.allow_tmpfs)
+        if not self._request.check:
+            make_dirs(self._private)
+
     # The cheap way
 
-    def _by_receipts(self) -> Outcome | None:
+    def at_once(self) -> Outcome | None:
         """The outcome when receipts prove all of it."""
         if self._request.verify != "receipt":
             return None
@@ -659,6 +666,16 @@ def _proven(path: str, entry: Entry) -> bytes | None:
     digest = Digest(entry)
     digest.update(data)
     return data if digest.right else None
+
+
+def private_dir(dest: str) -> str:
+    """Where this collection keeps what it knows of a destination."""
+    return os.path.join(os.path.abspath(dest), PRIVATE_DIR)
+
+
+def progress_of(dest: str) -> str:
+    """How far the run is that works on a destination, in words."""
+    return fetch.describe(read_json(os.path.join(private_dir(dest), "progress.json")))
 
 
 def ensure(request: Request) -> Outcome:

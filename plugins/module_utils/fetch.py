@@ -38,6 +38,7 @@ from ansible_collections.baremetal.kimi_k3.plugins.module_utils.pace import WIND
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils.receipts import StoppedError
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils.storage import (
     FILE_MODE,
+    duration,
     human,
     make_dirs,
     sync_dir,
@@ -192,9 +193,18 @@ class Progress:
 def describe(progress: Any) -> str:
     """A progress file in a few words."""
     try:
-        if progress["state"] != "fetching":
-            return str(progress["state"])
-        return f"fetching, {human(progress['bytes_done'])} of {human(progress['bytes_total'])}"
+        state = str(progress["state"])
+        if state not in ("fetching", "hashing") or not progress["bytes_total"]:
+            return state
+        share = 100 * progress["bytes_done"] / progress["bytes_total"]
+        words = [
+            f"{state} {human(progress['bytes_done'])} of {human(progress['bytes_total'])} ({share:.1f} %)",
+            f"{human(progress['rate'])}/s",
+            f"{progress['files_done']} of {progress['files_total']} files",
+        ]
+        if progress["seconds_left"] is not None:
+            words.append(f"{duration(progress['seconds_left'])} left")
+        return ", ".join(words)
     except (KeyError, TypeError):
         return ""
 

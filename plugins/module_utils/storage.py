@@ -41,6 +41,15 @@ def human(count: float) -> str:
     return f"{count:.2f} TB" if count < 10 else f"{count:.1f} TB"
 
 
+def duration(seconds: float) -> str:
+    """Seconds in words, as precise as anybody wants to know."""
+    seconds = round(seconds)
+    if seconds < 100:
+        return f"{seconds} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
 def make_dirs(path: str) -> None:
     """Create a directory and its parents, readable by all whatever the umask is."""
     missing = []
@@ -191,12 +200,10 @@ class Lock:
 
     def _wait(self, descriptor: int, timeout: float, on_wait: Callable[[str], None] | None) -> None:
         deadline = time.monotonic() + timeout
-        told = False
         while not self._try(descriptor):
             holder = self._holder(descriptor)
-            if on_wait and not told:
+            if on_wait:
                 on_wait(holder)
-                told = True
             left = deadline - time.monotonic()
             if left <= 0:
                 raise StorageError(

@@ -187,6 +187,19 @@ options:
     description: Accept a O(dest) in memory, which is otherwise refused.
     type: bool
     default: false
+  detach:
+    description:
+      - Let work that takes longer go on in a process of its own on the host when the controller or its connection is
+        gone. The next run with the same options attaches to it.
+      - To end it, end the process that C(.kimi-k3/progress.json) names. What it has fetched is kept.
+      - Without it, and with C(async), the work ends with the task.
+    type: bool
+    default: true
+  _progress:
+    description:
+      - For the action plugin of this module, which follows a run to tell how far it is.
+      - Not to be set in playbooks.
+    type: dict
 seealso:
   - plugin: baremetal.kimi_k3.checkpoint_plan
     plugin_type: filter
@@ -254,6 +267,11 @@ estimated_seconds:
   returned: in check mode
   type: int
   sample: 2613
+assumed_rate:
+  description: As the option of this name.
+  returned: in check mode
+  type: int
+  sample: 300000000
 resumed_bytes:
   description: Bytes that an interrupted run had fetched and that were used.
   returned: success
@@ -357,7 +375,23 @@ import threading
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible_collections.baremetal.kimi_k3.plugins.module_utils.checkpoint_job import ERRORS, Outcome, Request, ensure
+from ansible_collections.baremetal.kimi_k3.plugins.module_utils.background import (
+    BackgroundError,
+    Job,
+    Tell,
+    again,
+    start,
+)
+from ansible_collections.baremetal.kimi_k3.plugins.module_utils.checkpoint_job import (
+    ERRORS,
+    Checkpoint,
+    Outcome,
+    Request,
+    ensure,
+    private_dir,
+    progress_of,
+)
+from ansible_collections.baremetal.kimi_k3.plugins.module_utils.checkpoint_plan import digest_of
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils.fetch import FetchError, Options
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils.hub import (
     DEFAULT_ENDPOINT,
@@ -395,7 +429,12 @@ ARGUMENT_SPEC: dict[str, dict[str, Any]] = {
     "assumed_rate": {"type": "int", "default": 300_000_000},
     "lock_timeout": {"type": "int", "default": 3600},
     "allow_tmpfs": {"type": "bool", "default": False},
+    "detach": {"type": "bool", "default": True},
+    # From the action plugin: {slice, run}, seconds to follow and which run.
+    "_progress": {"type": "dict"},
 }
+# Options that do not make it another piece of work.
+_MANNER = frozenset({"_progress", "detach", "lock_timeout", "assumed_rate"})
 _AT_LEAST = {
     "connections": 1,
     "max_connections": 1,
@@ -533,7 +572,7 @@ def diff_of(outcome: Outcome, dest: str) -> dict[str, str]:
     }
 
 
-def stop_on_signals(stop: threading.Event) -> None:
+def stop_on_signals(stop: threading.Event, *numbers: signal.Signals) -> None:
     """Let a run that is told to end keep what it has."""
 
     def handler(number: int, _frame: Any) -> None:
@@ -542,8 +581,71 @@ def stop_on_signals(stop: threading.Event) -> None:
             f"Stopped by {signal.Signals(number).name}; what has been fetched is kept, run again to go on."
         )
 
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    for number in numbers:
         signal.signal(number, handler)
+
+
+def work(params: dict[str, Any], request: Request, diff: bool) -> dict[str, Any]:
+    """All of it; the module's result, with warnings as C(_warnings)."""
+    try:
+        outcome = ensure(request)
+    except ERRORS as error:
+        return {"failed": True, "msg": str(error)}
+    except OSError as error:
+        return {"failed": True, "msg": f"{error.filename or params['dest']}: {error.strerror or error}."}
+    return finished(params, request, outcome, diff)
+
+
+def finished(params: dict[str, Any], request: Request, outcome: Outcome, diff: bool) -> dict[str, Any]:
+    result = {**result_of(request, outcome), "_warnings": outcome.warnings}
+    if request.check:
+        result["assumed_rate"] = params["assumed_rate"]
+        result["estimated_seconds"] = math.ceil(outcome.fetched_bytes / params["assumed_rate"])
+    if diff:
+        result["diff"] = diff_of(outcome, request.dest)
+    return result
+
+
+def job_of(params: dict[str, Any]) -> Job:
+    """The work's name: the same for the same options."""
+    name = digest_of({key: value for key, value in params.items() if key not in _MANNER})[:12]
+    return Job(os.path.join(private_dir(params["dest"]), "runs"), name)
+
+
+def follow(params: dict[str, Any], request: Request, diff: bool) -> dict[str, Any]:
+    """The result of work in the background, or how far it is when the time for this look is over."""
+    progress = params["_progress"]
+    job = job_of(params)
+    try:
+        if progress.get("run"):
+            run = again(job, progress["run"])
+        else:
+            checkpoint = Checkpoint(request)
+            outcome = checkpoint.at_once()
+            if outcome is not None:
+                return finished(params, request, outcome, diff)
+            checkpoint.prepare()
+
+            def background(tell: Tell) -> dict[str, Any]:
+                stop_on_signals(request.stop, signal.SIGTERM, signal.SIGINT)
+                request.tell = tell
+                return work(params, request, diff)
+
+            run = start(job, background)
+        status = run.follow(float(progress.get("slice", 0)))
+    except (*ERRORS, BackgroundError) as error:
+        return {"failed": True, "msg": str(error)}
+    if status is not None:
+        return status["result"]
+    return {
+        "changed": False,
+        "_running": {
+            "run": run.ident,
+            "text": run.state() or progress_of(params["dest"]),
+            "attached": run.attached,
+            "pid": run.pid,
+        },
+    }
 
 
 def main() -> None:
@@ -556,22 +658,25 @@ def main() -> None:
     if problem:
         module.fail_json(msg=problem)
     stop = threading.Event()
-    stop_on_signals(stop)
     try:
         token, warnings = read_token(module.params["token_file"])
         request = request_of(module.params, module.check_mode, token, stop)
-        outcome = ensure(request)
+    except ERRORS as error:
+        module.fail_json(msg=str(error))
+    try:
+        if module.params["_progress"] and module.params["detach"] and not module.check_mode:
+            result = follow(module.params, request, module._diff)
+        else:
+            stop_on_signals(stop, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+            result = work(module.params, request, module._diff)
     except ERRORS as error:
         module.fail_json(msg=str(error))
     except OSError as error:
         module.fail_json(msg=f"{error.filename or module.params['dest']}: {error.strerror or error}.")
-    for warning in warnings + outcome.warnings:
+    for warning in [*(warnings if "_running" not in result else []), *result.pop("_warnings", [])]:
         module.warn(warning)
-    result = result_of(request, outcome)
-    if module.check_mode:
-        result["estimated_seconds"] = math.ceil(outcome.fetched_bytes / module.params["assumed_rate"])
-    if module._diff:
-        result["diff"] = diff_of(outcome, request.dest)
+    if result.get("failed"):
+        module.fail_json(**result)
     module.exit_json(**result)
 
 

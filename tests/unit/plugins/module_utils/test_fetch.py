@@ -335,7 +335,7 @@ def test_progress_is_told_while_it_lasts(world: Any, monkeypatch: pytest.MonkeyP
     assert last["state"] == "done"
     assert last["bytes_done"] == last["bytes_total"]
     assert last["files_done"] == last["files_total"]
-    assert module.describe(fetching[-1]).startswith("fetching, ")
+    assert module.describe(fetching[-1]).startswith("fetching ")
     assert module.describe(last) == "done"
     assert module.describe(None) == ""
 

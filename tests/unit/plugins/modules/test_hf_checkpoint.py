@@ -234,3 +234,81 @@ def test_by_ansible_itself(world: Any) -> None:
         assert f"localhost | {word}" in done.stdout, done.stdout + done.stderr
         assert world.dest.exists() is not check
     assert world.held() == world.files
+
+
+# In the background
+
+
+def begin(world: Any, run: str | None = None, seconds: float = 0.2, **changes: Any) -> dict[str, Any]:
+    """The module as the action plugin calls it, in a process of its own."""
+    arguments = json.dumps(options(world, _progress={"slice": seconds, "run": run}, **changes))
+    command = [sys.executable, "-c", CHILD, json.dumps(sys.path), arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    return json.loads(done.stdout)
+
+
+def test_the_fetch_goes_on_without_who_began_it_and_the_next_run_attaches(world: Any) -> None:
+    name = "model-00001-of-00005.safetensors"
+    world.hub.fault("stall", path=name, on="cdn", after=200_000, seconds=4)
+    first = begin(world)
+    assert not first["_running"]["attached"]
+    second = begin(world)
+    assert second["_running"]["attached"]
+    assert second["_running"]["run"] == first["_running"]["run"]
+    assert second["_running"]["pid"] == json.loads(world.own("progress.json").read_text())["pid"]
+    assert second["_running"]["text"].startswith("fetching ")
+    last = begin(world, first["_running"]["run"], 60)
+    assert last["changed"]
+    assert set(yaml.safe_load(module.RETURN)) - {"estimated_seconds", "assumed_rate"} <= set(last)
+    assert world.held() == world.files
+    assert world.hub.count("cdn", name) == 1
+    # With nothing to do there is no run to follow.
+    again = begin(world)
+    assert not again["changed"]
+    assert "_running" not in again
+
+
+def test_other_work_in_the_same_place_waits_and_says_for_whom(world: Any) -> None:
+    world.hub.fault("stall", path="model-00001*", on="cdn", after=200_000, seconds=4)
+    first = begin(world)
+    waits = begin(world, verify="full", seconds=1, lock_timeout=60)
+    assert waits["_running"]["text"].startswith("waiting for another run on ")
+    assert f"(process {first['_running']['pid']}, since " in waits["_running"]["text"]
+    assert begin(world, first["_running"]["run"], 60)["changed"]
+    result = begin(world, waits["_running"]["run"], 60, verify="full", lock_timeout=60)
+    assert not result["changed"]
+    assert result["verified"] == "sha256"
+
+
+def test_a_failure_in_the_background_is_a_failure(world: Any) -> None:
+    world.hub.fault("missing", path="config.json", on="resolve", times=None)
+    result = begin(world, seconds=60)
+    assert result["failed"]
+    assert "HTTP 404" in result["msg"]
+
+
+def test_killed_in_the_background(world: Any) -> None:
+    world.hub.fault("stall", path="model-00001*", on="cdn", after=200_000, seconds=4)
+    running = begin(world)["_running"]
+    os.kill(running["pid"], signal.SIGKILL)
+    result = begin(world, running["run"], 30)
+    assert result["failed"]
+    assert "ended without a word" in result["msg"]
+    world.hub.clear_faults()
+    assert begin(world, seconds=60)["changed"]
+    assert world.held() == world.files
+
+
+def test_told_to_end_in_the_background(world: Any) -> None:
+    world.hub.fault("stall", path="model-00001*", on="cdn", after=200_000, seconds=30)
+    running = begin(world)["_running"]
+    os.kill(running["pid"], signal.SIGTERM)
+    result = begin(world, running["run"], 30)
+    assert result["failed"]
+    assert "Stopped by SIGTERM" in result["msg"]
+
+
+def test_a_place_that_will_not_do_is_refused_in_front(world: Any) -> None:
+    result = begin(world, dest="/dev/shm/checkpoint", allow_tmpfs=False)  # noqa: S108
+    assert result["failed"]
+    assert "is on tmpfs" in result["msg"]
