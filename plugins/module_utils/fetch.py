@@ -292,19 +292,21 @@ class Part:
         self._buffer[: filled - whole] = bytes(self._buffer[whole:filled])
         self._base += whole
         self.stored_at = time.monotonic()
-        written = self.position if tail else self._base
-        if written > self._written:
-            self._written = written
-            self._note()
         if not self._file.direct and self._written - self._durable > 2 * options.flush_bytes:
             # The disk does not keep up, and memory is not the place to wait in.
             self.sync()
 
     def _write(self, data: memoryview, offset: int) -> None:
-        while data:
-            count = self._file.write(data, offset)
-            offset += count
-            data = data[count:]
+        try:
+            while data:
+                count = self._file.write(data, offset)
+                offset += count
+                data = data[count:]
+        finally:
+            # A disk that fills in the middle has kept what came before.
+            if offset > self._written:
+                self._written = offset
+                self._note()
 
     def due(self, options: Options) -> bool:
         """Whether the data should be made to last now."""
@@ -336,6 +338,7 @@ class Part:
         """Keep everything that has come for another run."""
         with contextlib.suppress(OSError):
             self.store(options, tail=True)
+        with contextlib.suppress(OSError):
             self.sync()
 
     def close(self) -> None:
