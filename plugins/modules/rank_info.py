@@ -127,10 +127,10 @@ status:
 import json
 import os
 import re
-import socket
 import typing as t
 
 from ansible.module_utils.basic import AnsibleModule
+from ansible_collections.baremetal.kimi_k3.plugins.module_utils.route import interface_of, route_address
 
 UNIT_PROPERTIES = {
     "load_state": "LoadState",
@@ -150,22 +150,6 @@ def parse_properties(text: str) -> dict[str, t.Any]:
     for name in ("main_pid", "restarts"):
         result[name] = int(result[name]) if str(result[name] or "").isdigit() else 0
     return result
-
-
-def interface_of(address: str, listing: list[dict[str, t.Any]]) -> str | None:
-    """The interface that carries C(address), from C(ip -json address show)."""
-    for link in listing:
-        if any(info.get("local") == address for info in link.get("addr_info", [])):
-            return link.get("ifname")
-    return None
-
-
-def route_address(peer: str) -> str:
-    """This host's source address on the route to C(peer). Raises OSError when it does not resolve or has no route."""
-    family, kind, protocol, _name, target = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.connect(target)
-        return probe.getsockname()[0]
 
 
 def read_json(path: str) -> dict[str, t.Any] | None:

@@ -1,0 +1,25 @@
+# Copyright: (c) 2026, the baremetal.kimi_k3 authors
+# GNU General Public License v3.0+ (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""The one fact from which a host's address and interface towards its peer come."""
+
+from __future__ import annotations
+
+import socket
+import typing as t
+
+
+def interface_of(address: str, listing: list[dict[str, t.Any]]) -> str | None:
+    """The interface that carries C(address), from C(ip -json address show)."""
+    for link in listing:
+        if any(info.get("local") == address for info in link.get("addr_info", [])):
+            return link.get("ifname")
+    return None
+
+
+def route_address(peer: str) -> str:
+    """This host's source address on the route to C(peer). Raises OSError when it does not resolve or has no route."""
+    family, kind, protocol, _name, target = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(target)
+        return probe.getsockname()[0]
