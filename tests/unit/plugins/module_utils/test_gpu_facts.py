@@ -209,3 +209,25 @@ def test_versions():
     assert facts.release_of(None) == ()
     assert facts.upstream_of("580.126.09-0ubuntu0.24.04.1") == "580.126.09"
     assert facts.release_of("580.95.05") < facts.release_of("580.126.09")
+
+
+PAIR = REAL.parent / "h200-pair"
+
+
+def pair(name: str) -> str:
+    return (PAIR / name).read_text(encoding="utf-8")
+
+
+def test_the_real_output_of_two_h200_with_a_fabric():
+    smi = facts.parse_smi(pair("nvidia-smi-q.xml"))
+    assert [gpu["bus"] for gpu in smi["gpus"]] == ["0000:00:06.0", "0000:00:07.0"]
+    for gpu in smi["gpus"]:
+        assert (gpu["fabric"]["state"], gpu["fabric"]["status"]) == ("Completed", "Success")
+        assert gpu["fabric"]["health"] == {}
+    assert [gpu["pcie"]["replays"] for gpu in smi["gpus"]] == [0, 4]
+    links = facts.parse_nvlink_status(pair("nvlink-status.txt"))
+    assert links == [{"index": index, "up": 18, "inactive": [], "rates": [26.562]} for index in (0, 1)]
+    assert facts.parse_nvlink_errors(pair("nvlink-errors.txt")) == {0: {}, 1: {}}
+    assert facts.parse_topology(pair("topo.txt"))["GPU0"]["GPU1"] == "NV18"
+    log = facts.parse_kernel_log(pair("kernel.txt").splitlines())
+    assert (log["xid"], log["sxid"], log["rm_init_adapter"]) == ([], [], None)
