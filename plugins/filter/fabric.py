@@ -8,7 +8,7 @@ from __future__ import annotations
 import typing as t
 
 from ansible.errors import AnsibleFilterError
-from ansible_collections.baremetal.kimi_k3.plugins.module_utils import rdma_facts
+from ansible_collections.baremetal.kimi_k3.plugins.module_utils import fabric_plan, rdma_facts
 
 
 def nccl_hca(rails: t.Any) -> str:
@@ -26,8 +26,15 @@ def nccl_hca(rails: t.Any) -> str:
         raise AnsibleFilterError(str(error)) from error
 
 
+def plan(settings: t.Any, look: t.Any) -> dict[str, t.Any]:
+    try:
+        return fabric_plan.plan(settings, look)
+    except fabric_plan.FabricError as error:
+        raise AnsibleFilterError(str(error)) from error
+
+
 class FilterModule:
     """The filters of the role fabric."""
 
     def filters(self) -> dict[str, t.Callable[..., t.Any]]:
-        return {"nccl_hca": nccl_hca}
+        return {"nccl_hca": nccl_hca, "fabric_plan": plan}

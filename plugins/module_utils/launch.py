@@ -18,7 +18,9 @@ import typing as t
 # Flags that differ between ranks by design; everything else must be equal on all of them.
 RANK_FLAGS = frozenset({"node-rank", "host", "port", "headless"})
 # Environment that names a host's own address, interface or devices.
-RANK_ENVIRONMENT = frozenset({"VLLM_HOST_IP", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA"})
+RANK_ENVIRONMENT = frozenset(
+    {"VLLM_HOST_IP", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_GID_INDEX"}
+)
 # Flags the role computes from the shape of the world; naming them in serve_args would contradict it.
 WORLD_FLAGS = frozenset(
     {
@@ -180,9 +182,9 @@ def rank_flags(settings: t.Mapping[str, t.Any]) -> dict[str, t.Any]:
 
 
 def rank_environment(settings: t.Mapping[str, t.Any]) -> dict[str, str]:
-    """The environment of one rank: what the release knows of C(environment), then what this host's place asks for.
+    """The environment of one rank: this host's place, over it what role fabric wrote, over it what the operator set.
 
-    A variable the operator set wins over the computed one of the same name.
+    The operator's None leaves a variable out wherever it comes from.
     """
     asked = applicable_environment(settings["environment"], settings["engine_version"], settings["releases"])
     computed = {
@@ -192,7 +194,9 @@ def rank_environment(settings: t.Mapping[str, t.Any]) -> dict[str, str]:
     }
     if settings["pipeline_layers"]:
         computed["VLLM_PP_LAYER_PARTITION"] = ",".join(str(int(n)) for n in settings["pipeline_layers"])
-    return {**computed, **asked}
+    left_out = {name for name, value in settings["environment"].items() if value is None}
+    merged = {**computed, **(settings.get("fabric_environment") or {}), **asked}
+    return {name: value for name, value in merged.items() if name not in left_out}
 
 
 def rank_configuration(settings: t.Mapping[str, t.Any]) -> dict[str, t.Any]:
@@ -249,6 +253,19 @@ def environment_file(environment: t.Mapping[str, str]) -> str:
         quoted = value.replace("\\", "\\\\").replace('"', '\\"').replace("$", "\\$").replace("`", "\\`")
         lines.append(f'{name}="{quoted}"\n')
     return "".join(lines)
+
+
+def parse_environment_file(text: str) -> dict[str, str]:
+    """A file as C(environment_file) writes it, read again."""
+    found = {}
+    for line in text.splitlines():
+        match = re.match(r"\s*([A-Za-z_][A-Za-z0-9_]*)=(.*)$", line)
+        if match:
+            value = match[2].strip()
+            if len(value) >= 2 and value[0] == value[-1] == '"':
+                value = re.sub(r"\\(.)", r"\1", value[1:-1])
+            found[match[1]] = value
+    return found
 
 
 def group_errors(shape: t.Mapping[str, t.Any]) -> list[str]:

@@ -46,6 +46,9 @@ options:
   checkpoint:
     description: The directory of the checkpoint; its C(checkpoint.json) is read.
     type: path
+  fabric_file:
+    description: The environment file that the role P(baremetal.kimi_k3.fabric#role) writes.
+    type: path
   unit:
     description: The name of the systemd unit.
     type: str
@@ -92,6 +95,11 @@ checkpoint:
   returned: success
   type: dict
   sample: {"revision": "f831ab66814297da540d832a5235f8e904f29d06", "scope": "stage"}
+fabric:
+  description: The variables in O(fabric_file), V(none) when there is no such file.
+  returned: success
+  type: dict
+  sample: {"NCCL_IB_HCA": "=mlx5_4:1,mlx5_5:1"}
 unit:
   description: Properties of the unit as systemd tells them.
   returned: success
@@ -130,6 +138,7 @@ import re
 import typing as t
 
 from ansible.module_utils.basic import AnsibleModule
+from ansible_collections.baremetal.kimi_k3.plugins.module_utils.launch import parse_environment_file
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils.route import interface_of, route_address
 
 UNIT_PROPERTIES = {
@@ -196,6 +205,19 @@ class Observation:
         except (OSError, ValueError) as error:
             self.module.fail_json(msg=f"The {what} at {path} cannot be read ({error}): remove it or restore it.")
 
+    def fabric(self, path: str | None) -> dict[str, str] | None:
+        if not path:
+            return None
+        try:
+            with open(path, encoding="utf-8") as file:
+                return parse_environment_file(file.read())
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except (OSError, ValueError) as error:
+            self.module.fail_json(
+                msg=f"The environment of the fabric at {path} cannot be read ({error}): run the playbook prepare."
+            )
+
     def unit(self) -> dict[str, t.Any]:
         name = self.params["unit"]
         if not re.fullmatch(r"[A-Za-z0-9:_.@\\-]+", name):
@@ -212,6 +234,7 @@ def main() -> None:
             "address": {"type": "str"},
             "venv": {"type": "path"},
             "checkpoint": {"type": "path"},
+            "fabric_file": {"type": "path"},
             "unit": {"type": "str", "default": "kimi-k3.service"},
             "status_file": {"type": "path", "default": "/run/kimi-k3/status.json"},
         },
@@ -224,6 +247,7 @@ def main() -> None:
         route=look.route(),
         engine=look.document(venv and os.path.join(venv, "engine.json"), "receipt of the engine"),
         checkpoint=look.document(checkpoint and os.path.join(checkpoint, "checkpoint.json"), "checkpoint statement"),
+        fabric=look.fabric(module.params["fabric_file"]),
         unit=look.unit(),
         status=look.document(module.params["status_file"], "status of the rank agent"),
     )

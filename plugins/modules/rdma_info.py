@@ -55,6 +55,11 @@ options:
     type: list
     elements: str
     default: []
+  packages:
+    description: Packages to ask the package manager for.
+    type: list
+    elements: str
+    default: []
 seealso:
   - module: baremetal.kimi_k3.gpu_info
   - plugin: baremetal.kimi_k3.nccl_hca
@@ -144,6 +149,15 @@ files:
   description: Content of O(files) by path; V(none) for one that is not there.
   returned: success
   type: dict
+loaded:
+  description: Every kernel module that is loaded or built in.
+  returned: success
+  type: list
+  elements: str
+packages:
+  description: Versions of O(packages) by name; one that is not installed is left out.
+  returned: success
+  type: dict
 sysctls:
   description: Values of O(sysctls) by name; V(none) for one that the kernel does not know.
   returned: success
@@ -154,7 +168,7 @@ import json
 import typing as t
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible_collections.baremetal.kimi_k3.plugins.module_utils import gpu_look, rdma_facts, rdma_look
+from ansible_collections.baremetal.kimi_k3.plugins.module_utils import gpu_facts, gpu_look, rdma_facts, rdma_look
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils.host_look import Look
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils.route import interface_of, route_address
 
@@ -180,6 +194,22 @@ def sysctl(look: Look, name: str) -> str | None:
     return None if value is None else " ".join(value.split())
 
 
+def loaded(look: Look) -> list[str]:
+    """Modules by the names that the kernel gives them; a built-in one has a folder in sysfs, too."""
+    lines = (look.text(look.proc("modules"), 1 << 22) or "").splitlines()
+    return sorted({line.split()[0] for line in lines if line.strip()} | set(look.names(look.sys("module"))))
+
+
+def installed(look: Look, names: list[str]) -> dict[str, str]:
+    """Versions of packages; dpkg-query exits 1 when it does not know one of them."""
+    if not names:
+        return {}
+    words = ["--show", "--showformat=${db:Status-Abbrev}\\t${Package}\\t${Version}\\t${Architecture}\\n", *names]
+    answer = look.run("dpkg-query", *words)
+    packages = gpu_facts.parse_packages(answer[1]) if answer else {}
+    return {name: entry["version"] for name, entry in packages.items()}
+
+
 def main() -> None:
     module = AnsibleModule(
         argument_spec={
@@ -190,6 +220,7 @@ def main() -> None:
             "address": {"type": "str"},
             "files": {"type": "list", "elements": "path", "default": []},
             "sysctls": {"type": "list", "elements": "str", "default": []},
+            "packages": {"type": "list", "elements": "str", "default": []},
             "sys_root": {"type": "path", "default": "/sys"},
             "proc_root": {"type": "path", "default": "/proc"},
             "root": {"type": "path", "default": "/"},
@@ -221,6 +252,8 @@ def main() -> None:
         interfaces=rdma_look.interfaces(look),
         virtualization=virtual,
         modules=gpu_look.loaded_modules(look),
+        loaded=loaded(look),
+        packages=installed(look, asked["packages"]),
         acs=rdma_look.acs_enabled(look),
         iommu=rdma_look.iommu(look),
         stack=rdma_look.stack(look),

@@ -193,3 +193,19 @@ def test_an_environment_that_no_file_can_hold_is_refused(environment):
 def test_a_version_without_numbers_is_refused(version):
     with pytest.raises(launch.LaunchError, match="no version number"):
         launch.parse_release(version)
+
+
+def test_what_role_fabric_wrote_is_between_the_computed_and_the_operators():
+    fabric = {"NCCL_IB_HCA": "=mlx5_4:1", "GLOO_SOCKET_IFNAME": "eno2", "NCCL_DEBUG": "WARN"}
+    environment = launch.rank_environment(settings(fabric_environment=fabric, environment={"NCCL_DEBUG": "INFO"}))
+    assert environment["NCCL_IB_HCA"] == "=mlx5_4:1"
+    assert environment["GLOO_SOCKET_IFNAME"] == "eno2"
+    assert environment["NCCL_DEBUG"] == "INFO"
+    without = launch.rank_environment(settings(fabric_environment=fabric, environment={"NCCL_IB_HCA": None}))
+    assert "NCCL_IB_HCA" not in without
+
+
+def test_an_environment_file_is_read_as_it_was_written():
+    environment = {"A": "=mlx5_4:1", "B": 'quote " dollar $ back \\ tick `', "C": ""}
+    assert launch.parse_environment_file(launch.environment_file(environment)) == environment
+    assert launch.parse_environment_file("# comment\n\nPLAIN=value\nnot a line\n") == {"PLAIN": "value"}
