@@ -45,6 +45,7 @@ SERVE_ENVIRONMENT = {
 }
 # What the lab's hosts are: containers on a small machine, without GPUs and InfiniBand.
 NO_GPUS = {
+    "cuda_manage_driver": False,
     "fabric_rail_count": 0,
     "preflight_expect_gpus": 0,
     "preflight_expect_rails": 0,

@@ -32,7 +32,7 @@ MODULES = (
 )
 
 
-def gather(look: Look, packages: bool = True, kernel_log: bool = True) -> dict[str, t.Any]:
+def gather(look: Look, packages: bool = True, kernel_log: bool = True, ask: t.Sequence[str] = ()) -> dict[str, t.Any]:
     """All that the module C(gpu_info) returns."""
     smi, problem = smi_answer(look)
     log = facts.parse_kernel_log(kernel_lines(look) if kernel_log else [])
@@ -46,9 +46,10 @@ def gather(look: Look, packages: bool = True, kernel_log: bool = True) -> dict[s
         "nvlink": nvlink(look) if smi["gpus"] else [],
         "kernel_log": log,
         "cuda_compat": compat_paths(look),
+        "system": system(look),
         "toolkit": toolkit(look),
     }
-    found["packages"] = package_state(look) if packages else None
+    found["packages"] = package_state(look, ask) if packages else None
     return found
 
 
@@ -174,6 +175,14 @@ def compat_paths(look: Look) -> list[str]:
     return found
 
 
+def system(look: Look) -> dict[str, str | None]:
+    """The distribution, the machine's architecture, and the kind of virtual machine."""
+    release = dict(re.findall(r'(?m)^(ID|VERSION_ID)="?([^"\n]*)"?$', look.text(look.host("/etc/os-release")) or ""))
+    answer = look.run("systemd-detect-virt", "--vm")
+    virtual = answer[1].strip() if answer else None
+    return {**release, "machine": os.uname().machine, "virtualization": virtual or None}
+
+
 def toolkit(look: Look) -> str | None:
     """The release of the CUDA toolkit's compiler, where there is one."""
     program = look.program("nvcc") or look.host("/usr/local/cuda/bin/nvcc")
@@ -183,7 +192,7 @@ def toolkit(look: Look) -> str | None:
     return match[1] if match else None
 
 
-def package_state(look: Look) -> dict[str, t.Any]:
+def package_state(look: Look, ask: t.Sequence[str] = ()) -> dict[str, t.Any]:
     """The driver's packages, where they come from, what holds and pins them; empty where dpkg is not."""
     listing = look.run(
         "dpkg-query",
@@ -194,6 +203,7 @@ def package_state(look: Look) -> dict[str, t.Any]:
     # dpkg-query exits 1 when one of the patterns matches nothing, which is the usual case.
     installed = facts.parse_packages(listing[1]) if listing else {}
     names = [name for name in installed if re.search(r"nvidia|nvlsm|nvsdm|gpu-manager|lambda|doca", name)]
+    names += [name for name in ask if name not in names]
     policy = facts.parse_policy(look.output("apt-cache", "policy", *names)) if names else {}
     origins = {}
     for name, entry in policy.items():
@@ -203,6 +213,7 @@ def package_state(look: Look) -> dict[str, t.Any]:
         "installed": installed,
         "origins": origins,
         "candidates": {name: entry["candidate"] for name, entry in policy.items()},
+        "policy": {name: policy[name] for name in ask if name in policy},
         "held": sorted(look.output("apt-mark", "showhold").split()),
         "companions": facts.companions_of(installed),
         "sources": [

@@ -26,6 +26,11 @@ options:
     description: Whether to ask the package manager.
     type: bool
     default: true
+  ask:
+    description: Further packages whose policy of apt is returned in RV(packages) below C(policy).
+    type: list
+    elements: str
+    default: []
   kernel_log:
     description: Whether to read the kernel's log since boot.
     type: bool
@@ -97,6 +102,10 @@ toolkit:
   description: Release of the CUDA toolkit's compiler, V(none) without one.
   returned: success
   type: str
+system:
+  description: Distribution, architecture, and kind of virtual machine.
+  returned: success
+  type: dict
 packages:
   description: Installed packages of the driver's family with origins, candidates, holds, pins and companions; V(none)
     when O(packages=false).
@@ -113,6 +122,7 @@ def main() -> None:
     module = AnsibleModule(
         argument_spec={
             "packages": {"type": "bool", "default": True},
+            "ask": {"type": "list", "elements": "str", "default": []},
             "kernel_log": {"type": "bool", "default": True},
             "sys_root": {"type": "path", "default": "/sys"},
             "proc_root": {"type": "path", "default": "/proc"},
@@ -123,7 +133,7 @@ def main() -> None:
     )
     asked = module.params
     look = Look(module.run_command, asked["sys_root"], asked["proc_root"], asked["command_path"], asked["root"])
-    module.exit_json(changed=False, **gpu_look.gather(look, asked["packages"], asked["kernel_log"]))
+    module.exit_json(changed=False, **gpu_look.gather(look, asked["packages"], asked["kernel_log"], asked["ask"]))
 
 
 if __name__ == "__main__":
