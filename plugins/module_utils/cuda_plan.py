@@ -111,6 +111,7 @@ def plan(settings: t.Mapping[str, t.Any], look: t.Mapping[str, t.Any]) -> dict[s
     manage = str(settings["manage_driver"]).lower()
     driver, packages = look["driver"], look["packages"] or {}
     result: dict[str, t.Any] = {"case": "off", "act": False, "missing": [], "services": [], "reboot": "", "hold": []}
+    result["unhold"] = []
     if manage == "false":
         return {**result, "text": "The driver is not managed here (cuda_manage_driver: false)."}
     version = driver["running"] or driver["installed"]
@@ -139,9 +140,12 @@ def plan(settings: t.Mapping[str, t.Any], look: t.Mapping[str, t.Any]) -> dict[s
             f"{told} {owner}set cuda_manage_driver: true (upgrade and reboot)"
             f"{' or cuda_compat: true (compatibility libraries)' if version and flavour != 'proprietary' else ''}."
         )
+    # A hold on a companion of the old branch, which the new one replaces, stops apt even when it may change holds.
+    letting_go = [name for name in packages.get("held", []) if kind_of(name) != name]
     case = "upgrade" if version else "install"
     text = f"{told} {settings['driver_package']} of branch {settings['branch']} is installed."
-    return {**result, "case": case, "act": True, "text": text, "services": services(settings, look)}
+    more = {"text": text, "services": services(settings, look), "unhold": letting_go}
+    return {**result, "case": case, "act": True, **more}
 
 
 def _right(

@@ -72,6 +72,8 @@ def package(
     control.mkdir(parents=True)
     lines = [f"Package: {name}", f"Version: {version}", "Architecture: all", "Maintainer: Nobody <nobody@example.org>"]
     lines += [f"Depends: {depends}"] if depends else []
+    if "fabricmanager" in name:  # only one branch of it can be there
+        lines += [f"{field}: nvidia-fabricmanager-any" for field in ("Provides", "Conflicts", "Replaces")]
     (control / "control").write_text("\n".join([*lines, "Description: stand-in", ""]))
     if postinst:
         (control / "postinst").write_text(postinst)

@@ -31,7 +31,8 @@ def old(replica):
     for rank in replica.ranks:
         rank.run(
             f"{APT} install nvidia-open=570.148.08-1 nvidia-persistenced=570.148.08-1 nvidia-fabricmanager-570 "
-            "libnvidia-nscq=570.148.08-1 libnvsdm=570.148.08-1 nvidia-fabricmanager-580- && /usr/lib/nvidia-load"
+            "libnvidia-nscq=570.148.08-1 libnvsdm=570.148.08-1 nvidia-fabricmanager-580- && "
+            "apt-mark hold nvidia-fabricmanager-570 && /usr/lib/nvidia-load"
         )
         assert "570.148.08" in rank.run(RUNNING)
     return replica
@@ -77,7 +78,7 @@ def test_apt_in_use_by_another_process_is_waited_for(replica):
     rank.run(f"{APT} purge libnvsdm")
     hold = (
         "import fcntl, time; file = open('/var/lib/dpkg/lock-frontend', 'w'); fcntl.lockf(file, fcntl.LOCK_EX); "
-        "print('held', flush=True); time.sleep(60)"
+        "print('held', flush=True); time.sleep(40)"
     )
     rank.run(f'systemd-run --quiet --unit scenario-lock python3 -c "{hold}"')
     rank.run("until journalctl -u scenario-lock | grep -q held; do sleep 0.1; done")

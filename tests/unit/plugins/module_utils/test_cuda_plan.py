@@ -143,6 +143,8 @@ def test_lambda_stack_is_left_in_peace():
 def test_told_so_an_old_driver_is_upgraded():
     old = look({"nvidia-open": "570.1.1-1"}, driver=driver("570.1.1", "570.1.1"))
     assert cuda_plan.plan(settings(manage_driver="true"), old)["case"] == "upgrade"
+    held = look({"nvidia-open": "570.1.1-1"}, driver=driver("570.1.1", "570.1.1"), held=["nvidia-fabricmanager-570"])
+    assert cuda_plan.plan(settings(manage_driver="true"), held)["unhold"] == ["nvidia-fabricmanager-570"]
     assert cuda_plan.plan(settings(compat=True), old)["missing"] == ["cuda-compat-13-0"]
     fresh = look({}, driver=driver(None, None))
     plan = cuda_plan.plan(settings(), fresh)
