@@ -35,7 +35,7 @@ BIN = Path(sys.executable).parent
 LAB = ROOT / "molecule" / "lab" / "lab.py"
 INVENTORY = ROOT / "inventory" / "lab" / "hosts.yml"
 COLLECTION = ("baremetal", "kimi_k3")
-SCENARIOS = ["vllm", "checkpoint", "serve", "default"]
+SCENARIOS = ["cuda", "fabric", "preflight", "vllm", "checkpoint", "serve", "default"]
 
 Check = t.Callable[["Log"], None]
 
