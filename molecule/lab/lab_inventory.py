@@ -47,6 +47,9 @@ SERVE_ENVIRONMENT = {
 NO_GPUS = {
     "cuda_manage_driver": False,
     "fabric_rail_count": 0,
+    # Over gloo and a bridge of this machine: that it runs and adds up, not how fast.
+    "fabric_test_sizes": [65536, 1048576],
+    "fabric_test_gates": {},
     "preflight_expect_gpus": 0,
     "preflight_expect_rails": 0,
     "preflight_expect_cpus": 1,

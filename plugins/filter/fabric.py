@@ -8,7 +8,7 @@ from __future__ import annotations
 import typing as t
 
 from ansible.errors import AnsibleFilterError
-from ansible_collections.baremetal.kimi_k3.plugins.module_utils import fabric_plan, rdma_facts
+from ansible_collections.baremetal.kimi_k3.plugins.module_utils import fabric_gate, fabric_plan, rdma_facts
 
 
 def nccl_hca(rails: t.Any) -> str:
@@ -37,4 +37,4 @@ class FilterModule:
     """The filters of the role fabric."""
 
     def filters(self) -> dict[str, t.Callable[..., t.Any]]:
-        return {"nccl_hca": nccl_hca, "fabric_plan": plan}
+        return {"nccl_hca": nccl_hca, "fabric_plan": plan, "fabric_verdict": fabric_gate.judge}
