@@ -16,7 +16,7 @@ def nccl_hca(rails: t.Any) -> str:
     ports = []
     for rail in rails:
         if isinstance(rail, str):
-            name, _, port = rail.partition(":")
+            name, _colon, port = rail.partition(":")
             ports.append({"device": name, "port": port or "1"})
         else:
             ports.append(rail)

@@ -122,7 +122,11 @@ def driver(look: Look) -> dict[str, t.Any]:
 
 def parameters(text: str) -> dict[str, str]:
     """C(/proc/driver/nvidia/params) as a dictionary."""
-    return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in text.splitlines()) if _}
+    return {
+        name.strip(): value.strip()
+        for name, colon, value in (line.partition(":") for line in text.splitlines())
+        if colon
+    }
 
 
 def loaded_modules(look: Look) -> list[str]:

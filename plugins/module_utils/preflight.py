@@ -1267,7 +1267,7 @@ def reserved_ports(text: str) -> set[int]:
     """C(29500-29502,8000) as numbers."""
     found: set[int] = set()
     for part in filter(None, text.replace(" ", ",").split(",")):
-        low, _, high = part.partition("-")
+        low, _dash, high = part.partition("-")
         if low.isdigit() and (not high or high.isdigit()):
             found |= set(range(int(low), int(high or low) + 1))
     return found

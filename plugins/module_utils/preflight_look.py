@@ -119,7 +119,7 @@ def mount_of(path: str, mountinfo: str) -> dict[str, str]:
     best = {"point": "/", "type": "unknown", "device": "unknown"}
     real = os.path.realpath(path)
     for line in mountinfo.splitlines():
-        before, _, after = line.partition(" - ")
+        before, _dash, after = line.partition(" - ")
         point = before.split()[4].encode().decode("unicode_escape") if len(before.split()) > 4 else ""
         inside = real == point or real.startswith(point.rstrip("/") + "/")
         if point and inside and len(point) >= len(best["point"]):

@@ -248,7 +248,7 @@ def _choose(ports: list[dict[str, t.Any]], chosen: t.Sequence[str]) -> tuple[lis
     """Make the chosen ports rails in the order given, and say where the rule or the host disagrees."""
     warnings, picked = [], []
     for word in chosen:
-        name, _, number = str(word).partition(":")
+        name, _colon, number = str(word).partition(":")
         found = [port for port in ports if port["device"] == name and (not number or str(port["port"]) == number)]
         if not found:
             warnings.append(f"'{word}' is chosen as a rail, but this host has no such port.")
@@ -287,7 +287,7 @@ def matches(value: str, device: str, port: int) -> bool:
     value = value[1:] if exact else value
     found = False
     for word in filter(None, value.split(",")):
-        name, _, rest = word.partition(":")
+        name, _colon, rest = word.partition(":")
         number = rest.split(":")[0]
         same = device == name if exact else device.startswith(name)
         found = found or (same and (not number or number == str(port)))

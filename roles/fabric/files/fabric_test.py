@@ -36,11 +36,11 @@ def load_environment(paths: list[str]) -> None:
 
 def timed(step: Any, settings: dict[str, Any], sync: Any) -> float:
     """Seconds that one step takes, the mean over the iterations after the first ones."""
-    for _ in range(settings["warmup"]):
+    for _round in range(settings["warmup"]):
         step()
     sync()
     start = time.perf_counter()
-    for _ in range(settings["iterations"]):
+    for _round in range(settings["iterations"]):
         step()
     sync()
     return (time.perf_counter() - start) / settings["iterations"]
@@ -187,7 +187,7 @@ def rail_runs(settings: dict[str, Any]) -> list[dict[str, Any]]:
     """C(ib_write_bw) over each rail in turn: host 0 listens, host 1 connects."""
     found = []
     for index, rail in enumerate(settings["rails"]):
-        name, _, port = rail.partition(":")
+        name, _colon, port = rail.partition(":")
         words = [
             "ib_write_bw",
             "--ib-dev",

@@ -86,7 +86,7 @@ def test_a_stranger_on_the_port_is_no_peer(port):
         def hang_up():
             while True:
                 try:
-                    connection, _ = stranger.accept()
+                    connection, _peer = stranger.accept()
                 except OSError:
                     return
                 connection.close()
