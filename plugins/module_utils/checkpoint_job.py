@@ -10,6 +10,7 @@ the network nor the bytes.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -23,6 +24,7 @@ from typing import Any
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils import checkpoint_plan as planning
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils import fetch
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils.checkpoint_plan import INDEX_NAME, Selection
+from ansible_collections.baremetal.kimi_k3.plugins.module_utils.exchange import Exchange
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils.hub import Hub, HubError, Nowhere, Source
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils.listing import (
     PRIVATE_DIR,
@@ -83,6 +85,7 @@ class Request:
     language_model_only: bool
     hub: Hub | Nowhere
     mirrors: Sequence[Source] = ()
+    exchange: Exchange | None = None
     listing_file: str | None = None
     layers: int | None = None
     verify: str = "receipt"
@@ -151,6 +154,7 @@ class Outcome:
     changed: bool
     fetch: list[str] = field(default_factory=list)
     fetched_bytes: int = 0
+    peer_bytes: int = 0
     resumed_bytes: int = 0
     hashed: list[str] = field(default_factory=list)
     replaced: list[str] = field(default_factory=list)
@@ -191,7 +195,8 @@ class Checkpoint:
 
     def ensure(self) -> Outcome:
         """Do what is needed, which may be nothing."""
-        outcome = self.at_once()
+        exchange = self._request.exchange
+        outcome = None if exchange else self.at_once()
         if outcome is not None:
             return outcome
         self.prepare()
@@ -203,7 +208,7 @@ class Checkpoint:
             self._request.tell("")
             # Whoever had the lock before may have done it all.
             self._receipts = Receipts(self._own("receipts.json"))
-            outcome = self.at_once()
+            outcome = None if exchange else self.at_once()
             if outcome is not None:
                 return outcome
             about = {
@@ -214,9 +219,13 @@ class Checkpoint:
             }
             self._progress = fetch.Progress(progress_path, about)
             self._progress.begin("planning")
-            with self._progress.reported():
+            with self._progress.reported(), exchange or contextlib.nullcontext():
                 try:
                     outcome = self._work()
+                    if exchange:
+                        self._progress.state = exchange.waits_for()
+                        exchange.finish()
+                        self._warnings += [exchange.warning] if exchange.warning else []
                 except BaseException as error:
                     self._progress.state = f"failed: {error}" if isinstance(error, ERRORS) else "interrupted"
                     raise
@@ -359,12 +368,24 @@ class Checkpoint:
             if data is not None:
                 break
         else:
-            data, _digest = self._request.hub.read(entry)
+            data, _digest = self._read(entry)
             self._early.append(entry)
             path = ""
         if path != self._index_path and not self._request.check:
             write_atomic(self._index_path, data)
+        self._offer(entry, self._index_path)
         return data
+
+    def _read(self, entry: Entry) -> tuple[bytes, Digest]:
+        """A small file from elsewhere."""
+        exchange = self._request.exchange
+        if exchange and not self._request.check:
+            return exchange.read(entry, self._request.hub.read)
+        return self._request.hub.read(entry)
+
+    def _offer(self, entry: Entry, path: str) -> None:
+        if self._request.exchange:
+            self._request.exchange.offer(entry, path)
 
     def _weight_map(self, data: bytes) -> dict[str, str]:
         try:
@@ -393,12 +414,13 @@ class Checkpoint:
         final = self._final(entry)
         data = _proven(final, entry)
         if data is None:
-            data, digest = self._request.hub.read(entry)
+            data, digest = self._read(entry)
             if not self._request.check and not os.path.lexists(final):
                 write_atomic(final, data, temporary=self._own("early.tmp"))
                 self._record(entry, os.stat(final), digest, self._request.hub.name)
                 self._early.append(entry)
                 self._hashed.add(entry.path)
+                self._offer(entry, final)
         try:
             config = json.loads(data)
             return bool(
@@ -465,6 +487,9 @@ class Checkpoint:
                 unproven.append(entry)
             else:
                 proven.append((receipt["hashed"], entry))
+                self._offer(entry, final)
+        if request.exchange:
+            request.exchange.ready(unproven)
         # The biggest first, so that no thread is left with one of them at the end.
         unproven.sort(key=lambda entry: -entry.size)
         rolling = self._oldest(proven) if request.verify == "rolling" else []
@@ -500,6 +525,7 @@ class Checkpoint:
                 self._hashed.add(entry.path)
                 previous = self._receipts.get(entry.path)
                 self._record(entry, stats, digest, previous["source"] if previous else "found")
+                self._offer(entry, self._final(entry))
             else:
                 wrong.append((entry, digest.found))
                 if not self._request.check:
@@ -559,8 +585,12 @@ class Checkpoint:
                 sizes[task.entry.path] = details
             self._hashed.add(task.entry.path)
             self._record(task.entry, stats, digest, source)
+            self._offer(task.entry, task.final)
 
         tasks = [task(entry) for entry in wanted]
+        exchange = self._request.exchange
+        if exchange and not exchange.first:
+            tasks.reverse()
         fetcher = fetch.Fetcher(
             [*self._request.mirrors, self._request.hub],
             self._private,
@@ -568,8 +598,10 @@ class Checkpoint:
             progress=self._progress,
             stop=self._request.stop,
             done=done,
+            exchange=exchange,
         )
         fetcher.run(tasks)
+        outcome.peer_bytes = sum(task.near for task in tasks)
         outcome.fetched_bytes = sum(task.fetched for task in tasks)
         outcome.resumed_bytes = sum(task.resumed for task in tasks)
 

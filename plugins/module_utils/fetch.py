@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils.direct import Buffers, DirectFile, whole_blocks
+from ansible_collections.baremetal.kimi_k3.plugins.module_utils.exchange import GRANTED, HERE, Exchange
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils.hub import (
     Backoff,
     Body,
@@ -49,6 +50,8 @@ from ansible_collections.baremetal.kimi_k3.plugins.module_utils.storage import (
 _NAME_LENGTH = 150
 _REPORT_SECONDS = 1.0
 _FLUSH_POLL = 0.25
+_LOOK_AGAIN = 0.1
+_NEAR_RETRIES = 1  # there is always another source
 
 
 class FetchError(Exception):
@@ -81,6 +84,7 @@ class Task:
     inspect: Callable[[str], Any] | None = None
     resumed: int = 0
     fetched: int = 0
+    near: int = 0  # of the fetched bytes, those from a near source
     waited: float = 0.0  # seconds in which the other side had the turn
     kept: tuple[Part, Digest] | None = None  # of a connection that was closed to have fewer of them
 
@@ -479,8 +483,10 @@ class Fetcher:
         progress: Progress,
         stop: threading.Event,
         done: Callable[[Task, os.stat_result, Digest, str, Any], None],
+        exchange: Exchange | None = None,
     ) -> None:
         self._sources = sources
+        self._exchange = exchange
         self._directory = directory
         self._parts = parts_dir(directory)
         self._bad = os.path.join(directory, "bad")
@@ -583,14 +589,12 @@ class Fetcher:
         counted = True
         try:
             while True:
-                with self._changed:
-                    if not self._waiting or self._errors or self._stop.is_set():
-                        return
-                    if self._working > self._governor.target:
-                        return
-                    task = self._waiting.popleft()
+                following = self._next()
+                if following is None:
+                    return
+                task, sources = following
                 try:
-                    self._guarded(task)
+                    self._guarded(task, sources)
                 except _YieldedError:
                     counted = False
                     with self._changed:
@@ -605,9 +609,34 @@ class Fetcher:
                 self._working -= counted
                 self._changed.notify_all()
 
-    def _guarded(self, task: Task) -> None:
+    def _next(self) -> tuple[Task, Sequence[Source]] | None:
+        """What to fetch now, and from where; nothing when this thread is not needed any more."""
+        while True:
+            with self._changed:
+                if not self._waiting or self._errors or self._stop.is_set():
+                    return None
+                if self._working > self._governor.target:
+                    return None
+                exchange = self._exchange
+                if exchange is None:
+                    return self._waiting.popleft(), self._sources
+                task = next((task for task in self._waiting if not exchange.taken(task.entry)), None)
+                if task is None:
+                    # The other host is at all that is left.
+                    self._changed.wait(_LOOK_AGAIN)
+                    continue
+                self._waiting.remove(task)
+            answer = exchange.claim(task.entry)
+            if answer == GRANTED:
+                return task, self._sources
+            if answer == HERE:
+                return task, [exchange.peer, *self._sources]
+            with self._changed:
+                self._waiting.append(task)
+
+    def _guarded(self, task: Task, sources: Sequence[Source]) -> None:
         try:
-            self._fetch(task)
+            self._fetch(task, sources)
         except HubError as error:
             raise FetchError(f"{task.entry.path}: {error}") from error
         except OSError as error:
@@ -621,18 +650,18 @@ class Fetcher:
                 f"{task.entry.path}: {error.strerror or error} ({error.filename or task.final})."
             ) from error
 
-    def _fetch(self, task: Task) -> None:
+    def _fetch(self, task: Task, sources: Sequence[Source]) -> None:
         entry = task.entry
         rejected = os.path.join(self._bad, flat_name(entry) + ".fetched")
         # Bytes of one source may have been mixed with wrong ones of another: the last one gets a second chance.
-        sources = [*self._sources, self._sources[-1]]
+        left = deque([*sources, sources[-1]])
         tries = 0
-        while sources:
-            source = sources.pop(0)
+        while left:
+            source = left.popleft()
             try:
                 digest, part = self._receive(task, source)
             except HubError:
-                if all(other is source for other in sources):
+                if all(other is source for other in left):
                     raise
                 continue
             tries += 1
@@ -697,7 +726,7 @@ class Fetcher:
 
     def _receive_into(self, task: Task, source: Source, part: Part, digest: Digest) -> None:
         entry = task.entry
-        backoff = Backoff(self._options.retries, self._options.backoff, self._stop)
+        backoff = Backoff(_NEAR_RETRIES if source.near else self._options.retries, self._options.backoff, self._stop)
         while part.position < entry.size:
             waited, before = task.waited, task.fetched
             try:
@@ -709,7 +738,7 @@ class Fetcher:
                         part.restart()
                         digest.restart()
                         self._progress.open(entry, 0)
-                    self._copy(task, body, part, digest)
+                    self._copy(task, source, body, part, digest)
                 finally:
                     with self._changed:
                         self._open_bodies.discard(body)
@@ -723,7 +752,7 @@ class Fetcher:
                 backoff.wait(error)
         part.store(self._options, tail=True)
 
-    def _copy(self, task: Task, body: Body, part: Part, digest: Digest) -> None:
+    def _copy(self, task: Task, source: Source, body: Body, part: Part, digest: Digest) -> None:
         entry, options = task.entry, self._options
         window, received = task.waited, 0
         while part.position < entry.size:
@@ -747,7 +776,10 @@ class Fetcher:
             received += count
             task.fetched += count
             self._progress.advance(entry, count)
-            self._throttle.take(count)
+            if source.near:
+                task.near += count
+            else:
+                self._throttle.take(count)
             if part.full or now - part.stored_at >= options.flush_seconds:
                 part.store(options)
             # Only the time spent waiting for bytes counts: a slow disk or a limit of our own is not their fault.

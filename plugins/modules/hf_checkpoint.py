@@ -187,6 +187,44 @@ options:
     description: Accept a O(dest) in memory, which is otherwise refused.
     type: bool
     default: false
+  exchange:
+    description:
+      - Give files to another host that runs this module at the same time, and take from it what it has, so that each
+        byte that both need comes from outside once. What the other host cannot give comes from O(endpoint).
+      - The module listens for the other host while it works, and until the other one is done or has been silent for
+        O(exchange.timeout). The bytes are not encrypted on their way; they are proven like all others.
+    type: dict
+    suboptions:
+      address:
+        description: This host's address on the network between the hosts.
+        type: str
+        required: true
+      peer:
+        description: The other host's address there.
+        type: str
+        required: true
+      port:
+        description: The TCP port on both hosts.
+        type: int
+        default: 29551
+      token:
+        description: A secret, the same on both hosts, that lets no stranger in. To be made up for each run.
+        type: str
+        required: true
+      first:
+        description: Whether this is the first of the two. It begins at the start of the list, the other at the end.
+        type: bool
+        required: true
+      timeout:
+        description: Seconds of silence after which the other host is taken for gone.
+        type: int
+        default: 60
+  defer:
+    description:
+      - When there is anything to do, do not do it, but return RV(pending) as true.
+      - Has no effect in check mode.
+    type: bool
+    default: false
   detach:
     description:
       - Let work that takes longer go on in a process of its own on the host when the controller or its connection is
@@ -272,6 +310,16 @@ assumed_rate:
   returned: in check mode
   type: int
   sample: 300000000
+peer_bytes:
+  description: How many of RV(fetched_bytes) came from the other host of O(exchange).
+  returned: success
+  type: int
+  sample: 1000000
+pending:
+  description: There is something to do, which O(defer) put off. Nothing else is returned then.
+  returned: when O(defer) is true
+  type: bool
+  sample: false
 resumed_bytes:
   description: Bytes that an interrupted run had fetched and that were used.
   returned: success
@@ -392,6 +440,7 @@ from ansible_collections.baremetal.kimi_k3.plugins.module_utils.checkpoint_job i
     progress_of,
 )
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils.checkpoint_plan import digest_of
+from ansible_collections.baremetal.kimi_k3.plugins.module_utils.exchange import Exchange, Peer
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils.fetch import FetchError, Options
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils.hub import (
     DEFAULT_ENDPOINT,
@@ -429,12 +478,24 @@ ARGUMENT_SPEC: dict[str, dict[str, Any]] = {
     "assumed_rate": {"type": "int", "default": 300_000_000},
     "lock_timeout": {"type": "int", "default": 3600},
     "allow_tmpfs": {"type": "bool", "default": False},
+    "exchange": {
+        "type": "dict",
+        "options": {
+            "address": {"type": "str", "required": True},
+            "peer": {"type": "str", "required": True},
+            "port": {"type": "int", "default": 29551},
+            "token": {"type": "str", "required": True, "no_log": True},
+            "first": {"type": "bool", "required": True},
+            "timeout": {"type": "int", "default": 60},
+        },
+    },
+    "defer": {"type": "bool", "default": False},
     "detach": {"type": "bool", "default": True},
     # From the action plugin: {slice, run}, seconds to follow and which run.
     "_progress": {"type": "dict"},
 }
 # Options that do not make it another piece of work.
-_MANNER = frozenset({"_progress", "detach", "lock_timeout", "assumed_rate"})
+_MANNER = frozenset({"_progress", "detach", "defer", "exchange", "lock_timeout", "assumed_rate"})
 _AT_LEAST = {
     "connections": 1,
     "max_connections": 1,
@@ -506,6 +567,7 @@ def request_of(params: dict[str, Any], check: bool, token: str | None, stop: thr
         hub: Hub | Nowhere = Nowhere()
     else:
         hub = server(params["endpoint"] or os.environ.get("HF_ENDPOINT") or DEFAULT_ENDPOINT, token)
+    exchange = params["exchange"]
     return Request(
         repository=params["repository"],
         revision=params["revision"],
@@ -516,6 +578,7 @@ def request_of(params: dict[str, Any], check: bool, token: str | None, stop: thr
         layers=params["layers"],
         language_model_only=params["language_model_only"],
         hub=hub,
+        exchange=exchange_of(exchange, params["timeout"], stop) if exchange and not check else None,
         mirrors=[server(url, None) for url in params["mirrors"]] if params["source"] != "present" else [],
         listing_file=params["listing_file"],
         verify=params["verify"],
@@ -536,6 +599,20 @@ def request_of(params: dict[str, Any], check: bool, token: str | None, stop: thr
     )
 
 
+def exchange_of(options: dict[str, Any], timeout: float, stop: threading.Event) -> Exchange:
+    host = f"[{options['peer']}]" if ":" in options["peer"] else options["peer"]
+    peer = Peer(f"http://{host}:{options['port']}", options["token"], timeout=timeout, stop=stop)
+    return Exchange(
+        peer,
+        address=options["address"],
+        port=options["port"],
+        token=options["token"],
+        first=options["first"],
+        timeout=options["timeout"],
+        stop=stop,
+    )
+
+
 def result_of(request: Request, outcome: Outcome) -> dict[str, Any]:
     """What the module returns."""
     return {
@@ -547,6 +624,7 @@ def result_of(request: Request, outcome: Outcome) -> dict[str, Any]:
         "bytes": outcome.plan.size,
         "fetch": outcome.fetch,
         "fetched_bytes": outcome.fetched_bytes,
+        "peer_bytes": outcome.peer_bytes,
         "resumed_bytes": outcome.resumed_bytes,
         "hashed": outcome.hashed,
         "replaced": outcome.replaced,
@@ -621,7 +699,7 @@ def follow(params: dict[str, Any], request: Request, diff: bool) -> dict[str, An
             run = again(job, progress["run"])
         else:
             checkpoint = Checkpoint(request)
-            outcome = checkpoint.at_once()
+            outcome = None if request.exchange else checkpoint.at_once()
             if outcome is not None:
                 return finished(params, request, outcome, diff)
             checkpoint.prepare()
@@ -664,7 +742,11 @@ def main() -> None:
     except ERRORS as error:
         module.fail_json(msg=str(error))
     try:
-        if module.params["_progress"] and module.params["detach"] and not module.check_mode:
+        if module.params["defer"] and not module.check_mode:
+            outcome = Checkpoint(request).at_once()
+            result = finished(module.params, request, outcome, module._diff) if outcome else {"changed": False}
+            result["pending"] = outcome is None
+        elif module.params["_progress"] and module.params["detach"] and not module.check_mode:
             result = follow(module.params, request, module._diff)
         else:
             stop_on_signals(stop, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
