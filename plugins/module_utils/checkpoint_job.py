@@ -275,8 +275,7 @@ class Checkpoint:
             raise planning.PlanError(
                 f"{request.repository} has no {INDEX_NAME}, so its tensors cannot be told apart: set scope to all."
             )
-        pristine = self._pristine(index) if index else None
-        weight_map = self._weight_map(pristine) if pristine is not None else {}
+        weight_map, index_digest = self._weights(index) if index else ({}, None)
         absent = planning.absent_files(weight_map, entries)
         if absent:
             raise planning.PlanError(
@@ -284,7 +283,7 @@ class Checkpoint:
                 f"{request.revision} has no such file: choose a revision that is complete."
             )
         selection = self._select(weight_map, entries)
-        plan = self._plan(entries, selection, pristine)
+        plan = self._plan(entries, selection, index_digest)
         self._warnings += plan.warnings
         names: dict[str, list[str]] = {}
         for name, file in weight_map.items():
@@ -322,9 +321,12 @@ class Checkpoint:
         outcome.fetch = sorted({*outcome.fetch, *(entry.path for entry in self._early if entry.path in held)})
         outcome.fetched_bytes += sum(entry.size for entry in self._early)
         index_changed = bool(outcome.fetch)
-        if pristine is not None and not (request.check and wanted):
+        if index and not (request.check and wanted):
             total = sum(sizes[file] for file in selection.files if file in sizes) if selection else 0
-            content = planning.pruned_index(weight_map, selection, total) if request.scope == "stage" else pristine
+            if request.scope == "stage":
+                content = planning.pruned_index(weight_map, selection, total)
+            else:
+                content = self._pristine(index)
             index_changed = self._put_index(plan, content)
         stored = read_json(self._summary_path)
         summary_changed = not isinstance(stored, dict) or _essence(stored) != self._essence(plan)
@@ -369,7 +371,8 @@ class Checkpoint:
                 break
         else:
             data, _digest = self._read(entry)
-            self._early.append(entry)
+            if entry not in self._early:
+                self._early.append(entry)
             path = ""
         if path != self._index_path and not self._request.check:
             write_atomic(self._index_path, data)
@@ -387,9 +390,15 @@ class Checkpoint:
         if self._request.exchange:
             self._request.exchange.offer(entry, path)
 
-    def _weight_map(self, data: bytes) -> dict[str, str]:
+    def _weights(self, entry: Entry) -> tuple[dict[str, str], str]:
+        """Which file holds which tensor, and the digest of the index that says so."""
+        data = self._pristine(entry)
+        digest = hashlib.sha256(data).hexdigest()
         try:
-            return planning.weight_map_of(json.loads(data))
+            # At full size, bytes, text and what they mean are not to be in memory all at once.
+            text = data.decode()
+            del data
+            return planning.weight_map_of(json.loads(text)), digest
         except ValueError as error:
             if isinstance(error, planning.PlanError):
                 raise
@@ -429,14 +438,12 @@ class Checkpoint:
         except (ValueError, AttributeError):
             return False
 
-    def _plan(self, entries: dict[str, Entry], selection: Selection | None, pristine: bytes | None) -> Plan:
+    def _plan(self, entries: dict[str, Entry], selection: Selection | None, index_digest: str | None) -> Plan:
         hold, left = planning.files_to_hold(entries, selection)
         held = [entries[path] for path in hold]
         request = self._request
-        if pristine is None:
+        if index_digest is None:
             index_digest = planning.digest_of([entry.as_dict() for entry in held])
-        else:
-            index_digest = hashlib.sha256(pristine).hexdigest()
         summary = selection.summary() if selection else {"scope": "all", "weight_files": []}
         # Files beside the index that hold weights in another form: no stage needs them.
         indexed = set(selection.tensors) if selection else set()
