@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils import checkpoint_plan as planning
-from ansible_collections.baremetal.kimi_k3.plugins.module_utils import fetch
+from ansible_collections.baremetal.kimi_k3.plugins.module_utils import fetch, revisions
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils.checkpoint_plan import INDEX_NAME, Selection
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils.exchange import Exchange
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils.hub import Hub, HubError, Nowhere, Source
@@ -94,6 +94,8 @@ class Request:
     options: fetch.Options = field(default_factory=fetch.Options)
     lock_timeout: float = 0.0
     allow_tmpfs: bool = False
+    keep_revisions: int = 0  # beside each other, this one counted; 0 removes none
+    protect: Sequence[str] = ()  # files that name revisions in use
     check: bool = False
     tell: Callable[[str], None] = lambda _state: None  # takes what the run waits for, again and again
     stop: threading.Event = field(default_factory=threading.Event)
@@ -158,6 +160,8 @@ class Outcome:
     resumed_bytes: int = 0
     hashed: list[str] = field(default_factory=list)
     replaced: list[str] = field(default_factory=list)
+    linked: list[str] = field(default_factory=list)
+    removed: list[str] = field(default_factory=list)
     verified: str = ""
     before: dict[str, Any] = field(default_factory=dict)
     after: dict[str, Any] = field(default_factory=dict)
@@ -254,6 +258,8 @@ class Checkpoint:
         stored = read_json(self._summary_path)
         if not isinstance(stored, dict) or _essence(stored) != self._essence(plan):
             return None
+        if self._surplus():
+            return None
         described = self._describe(plan)
         return Outcome(
             plan,
@@ -290,11 +296,14 @@ class Checkpoint:
             names.setdefault(file, []).append(name)
 
         wanted, wrong = self._survey(plan)
+        linked = self._link_equal(wanted, wrong)
+        wanted = [entry for entry in wanted if entry not in linked]
         if wanted and isinstance(request.hub, Nowhere):
             self._refuse_to_fetch(plan, wanted)
         sizes: dict[str, int] = {}
         for entry in plan.entries:
-            if entry.path.endswith(_SAFETENSORS) and entry not in wanted:
+            there = entry not in wanted and not (request.check and entry in linked)
+            if entry.path.endswith(_SAFETENSORS) and there:
                 sizes[entry.path] = self._inspect(entry, self._final(entry), names.get(entry.path, []))
 
         self._check_room(wanted)
@@ -304,6 +313,7 @@ class Checkpoint:
             [entry.path for entry in wanted],
             hashed=sorted(self._hashed.difference(entry.path for entry in self._early)),
         )
+        outcome.linked = sorted(entry.path for entry in linked)
         outcome.before = self._describe(previous) if previous else {}
         outcome.after = self._describe(plan)
         if request.check:
@@ -320,8 +330,8 @@ class Checkpoint:
         held = {entry.path for entry in plan.entries}
         outcome.fetch = sorted({*outcome.fetch, *(entry.path for entry in self._early if entry.path in held)})
         outcome.fetched_bytes += sum(entry.size for entry in self._early)
-        index_changed = bool(outcome.fetch)
-        if index and not (request.check and wanted):
+        index_changed = bool(outcome.fetch or outcome.linked)
+        if index and not (request.check and (wanted or linked)):
             total = sum(sizes[file] for file in selection.files if file in sizes) if selection else 0
             if request.scope == "stage":
                 content = planning.pruned_index(weight_map, selection, total)
@@ -330,10 +340,12 @@ class Checkpoint:
             index_changed = self._put_index(plan, content)
         stored = read_json(self._summary_path)
         summary_changed = not isinstance(stored, dict) or _essence(stored) != self._essence(plan)
-        outcome.changed = bool(outcome.fetch) or index_changed or summary_changed
+        outcome.changed = bool(outcome.fetch or outcome.linked) or index_changed or summary_changed
         if not request.check:
             self._conclude(plan, summary_changed)
             fetch.forget_parts(self._private, entries.values())
+        outcome.removed = self._remove_surplus()
+        outcome.changed = outcome.changed or bool(outcome.removed)
         outcome.verified = self._verified(plan)
         outcome.warnings = self._warnings
         return outcome
@@ -638,6 +650,46 @@ class Checkpoint:
             verify = "full" if everything else self._request.verify
             summary = {**self._essence(plan), "proven": proven, "verify": verify}
             write_json(self._summary_path, summary, temporary=self._own("written.tmp"))
+
+    # Other revisions beside this one
+
+    def _link_equal(self, wanted: list[Entry], wrong: set[str]) -> list[Entry]:
+        """Take over what another revision holds already."""
+
+        def linked(entry: Entry, stats: os.stat_result, receipt: dict[str, Any], revision: str) -> None:
+            self._receipts.adopt(entry.path, stats, receipt, f"revision {revision}")
+            fetch.forget_part(self._private, entry)
+            self._offer(entry, self._final(entry))
+
+        if not wanted:
+            return []
+        return revisions.link_equal(
+            self._dest,
+            self._request.repository,
+            [entry for entry in wanted if entry.path not in wrong],
+            temporary=self._own("link.tmp"),
+            dry=self._request.check,
+            linked=linked,
+        )
+
+    def _surplus(self) -> list[revisions.Revision]:
+        request = self._request
+        return revisions.surplus(self._dest, request.repository, request.keep_revisions, request.protect)
+
+    def _remove_surplus(self) -> list[str]:
+        """Remove the oldest revisions beyond the number to keep; those that were, or would be, removed."""
+        old = self._surplus()
+        if self._request.check:
+            return [revision.path for revision in old]
+        if self._request.keep_revisions:
+            revisions.forget_removed(self._dest)
+        removed = []
+        for revision in old:
+            beside = revisions.others(self._dest, self._request.repository)
+            kept = [(other.path, other.receipts) for other in beside if other.path != revision.path]
+            if revisions.remove(revision, [(self._dest, self._receipts), *kept]):
+                removed.append(revision.path)
+        return removed
 
     # Small things
 

@@ -428,6 +428,14 @@ def journaled(directory: str, entry: Entry) -> int:
         return 0
 
 
+def forget_part(directory: str, entry: Entry) -> None:
+    """Remove what was fetched of a file that is here by other means."""
+    path = part_path(parts_dir(directory), entry)
+    for name in (path, path + ".journal"):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name)
+
+
 def forget_parts(directory: str, entries: Iterable[Entry]) -> None:
     """Remove half fetched files that are none of the entries'."""
     known = {os.path.basename(part_path("", entry)) for entry in entries}

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -85,6 +85,33 @@ class Receipts:
         with self._lock:
             self._files[name] = receipt
             self._write()
+
+    def items(self) -> list[tuple[str, dict[str, Any]]]:
+        with self._lock:
+            return [(name, receipt) for name, receipt in self._files.items() if isinstance(receipt, dict)]
+
+    def intact(self, name: str, path: str) -> bool:
+        """Whether a file is as its receipt says, whatever it should be."""
+        receipt = self.get(name)
+        try:
+            proof = proof_of(os.stat(path))
+        except OSError:
+            return False
+        return receipt is not None and all(receipt.get(field) == proof[field] for field in FIELDS)
+
+    def adopt(self, name: str, stats: os.stat_result, receipt: Mapping[str, Any], source: str) -> None:
+        """The receipt of a file that is another one's second name."""
+        with self._lock:
+            self._files[name] = {**receipt, **proof_of(stats), "source": source}
+            self._write()
+
+    def refresh(self, changed: Mapping[str, os.stat_result]) -> None:
+        """Files whose bytes were left alone while the number of their names changed, and so their change time."""
+        with self._lock:
+            for name, stats in changed.items():
+                self._files[name] = {**self._files[name], **proof_of(stats)}
+            if changed:
+                self._write()
 
     def drop(self, name: str) -> None:
         """A file was found to be wrong, whatever its receipt says."""

@@ -16,7 +16,8 @@ description:
     to be true needs neither the network nor the bytes.
   - Files that another tool has put there are hashed once and kept when they are right. A wrong file is replaced only
     when the right one is there, and is then kept in C(.kimi-k3/bad) below O(dest).
-  - Nothing that is right is ever removed. Files that the plan does not name are left alone.
+  - Nothing that is right is ever removed, unless O(keep_revisions) says so of a whole revision. Files that the plan
+    does not name are left alone.
   - The module needs nothing but Python on the host.
 author:
   - The baremetal.kimi_k3 authors (@baremetal-kimi-k3)
@@ -187,6 +188,21 @@ options:
     description: Accept a O(dest) in memory, which is otherwise refused.
     type: bool
     default: false
+  keep_revisions:
+    description:
+      - How many revisions of O(repository) to keep in the directory that O(dest) is in, the one in O(dest) counted.
+        V(0) keeps all. Older ones are removed, when everything in O(dest) is proven.
+      - A revision is a directory with the name of a commit in which this module has put that commit of O(repository).
+        O(dest) must be named so, too. Nothing else is ever removed.
+      - One that a process uses, or that a file of O(protect) names, is left for a later run.
+      - Files that two revisions have in common are held once, as hard links, whatever this option says.
+    type: int
+    default: 0
+  protect:
+    description: Files on the host, as the configuration of an engine. The revisions whose paths they name are kept.
+    type: list
+    elements: path
+    default: []
   exchange:
     description:
       - Give files to another host that runs this module at the same time, and take from it what it has, so that each
@@ -337,6 +353,18 @@ replaced:
   type: list
   elements: str
   sample: [model-00002-of-000096.safetensors]
+linked:
+  description: Names of the files that another revision had already, and that are hard links to those.
+  returned: success
+  type: list
+  elements: str
+  sample: [tokenizer.model]
+removed:
+  description: Directories of the revisions that were removed, or in check mode would be.
+  returned: success
+  type: list
+  elements: str
+  sample: []
 verified:
   description:
     - How the files are proven. V(sha256) means that every byte was hashed in this run; V(receipt) comes with the time
@@ -478,6 +506,8 @@ ARGUMENT_SPEC: dict[str, dict[str, Any]] = {
     "assumed_rate": {"type": "int", "default": 300_000_000},
     "lock_timeout": {"type": "int", "default": 3600},
     "allow_tmpfs": {"type": "bool", "default": False},
+    "keep_revisions": {"type": "int", "default": 0},
+    "protect": {"type": "list", "elements": "path", "default": []},
     "exchange": {
         "type": "dict",
         "options": {
@@ -502,6 +532,7 @@ _AT_LEAST = {
     "verify_seconds": 0,
     "verify_bytes": 0,
     "assumed_rate": 1,
+    "keep_revisions": 0,
     "rate_limit": 0,
     "min_rate": 0,
     "min_rate_seconds": 1,
@@ -594,6 +625,8 @@ def request_of(params: dict[str, Any], check: bool, token: str | None, stop: thr
         ),
         lock_timeout=params["lock_timeout"],
         allow_tmpfs=params["allow_tmpfs"],
+        keep_revisions=params["keep_revisions"],
+        protect=params["protect"],
         check=check,
         stop=stop,
     )
@@ -628,6 +661,8 @@ def result_of(request: Request, outcome: Outcome) -> dict[str, Any]:
         "resumed_bytes": outcome.resumed_bytes,
         "hashed": outcome.hashed,
         "replaced": outcome.replaced,
+        "linked": outcome.linked,
+        "removed": outcome.removed,
         "verified": outcome.verified,
         "plan": outcome.plan.summary,
         "plan_digest": outcome.plan.plan_digest,
