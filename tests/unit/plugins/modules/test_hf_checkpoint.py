@@ -3,6 +3,7 @@
 # SPDX-License-Identifier: GPL-3.0-or-later
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -191,6 +192,40 @@ def test_the_endpoint_follows_the_convention(monkeypatch: pytest.MonkeyPatch) ->
     assert module.request_of(params, False, None, stop).hub.endpoint == "https://mirror.example"
     params["endpoint"] = "http://10.0.0.1:8080"
     assert module.request_of(params, False, None, stop).hub.endpoint == "http://10.0.0.1:8080"
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(errno.EROFS, "Read-only file system"), (errno.EACCES, "Permission denied")]
+)
+@pytest.mark.parametrize("there", [False, True])
+def test_a_place_one_may_not_write_to(
+    world: Any, run: Any, monkeypatch: pytest.MonkeyPatch, error: OSError, there: bool
+) -> None:
+    if there:
+        world.own("").mkdir(parents=True)
+    real_open, real_mkdir = os.open, os.mkdir
+
+    def refuse(path: Any) -> None:
+        if str(path).startswith(str(world.dest.parent)):
+            raise OSError(error.errno, error.strerror, str(path))
+
+    def open_(path: Any, flags: int, mode: int = 0o777, **options: Any) -> int:
+        if flags & (os.O_WRONLY | os.O_RDWR):
+            refuse(path)
+        return real_open(path, flags, mode, **options)
+
+    def mkdir(path: Any, *arguments: Any, **options: Any) -> None:
+        refuse(path)
+        real_mkdir(path, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", open_)
+        patch.setattr(os, "mkdir", mkdir)
+        result = run()
+    assert result["failed"]
+    assert result["msg"].startswith(str(world.dest.parent))
+    assert result["msg"].endswith(f": {error.strerror}.")
+    assert world.hub.log == []
 
 
 def received(world: Any) -> int:
