@@ -195,7 +195,7 @@ def test_the_endpoint_follows_the_convention(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(
-    ("number", "text"), [(errno.EROFS, "Read-only file system"), (errno.EACCES, "Permission denied")]
+    "error", [OSError(errno.EROFS, "Read-only file system"), OSError(errno.EACCES, "Permission denied")]
 )
 @pytest.mark.parametrize("there", [False, True])
 def test_a_place_one_may_not_write_to(
