@@ -71,7 +71,7 @@ class Options:
     min_rate_seconds: float = 30.0  # of waiting for bytes
     # Data that may have to be fetched again after a crash of the host; after a kill it is what was in the buffers.
     flush_bytes: int = 64 << 20
-    flush_seconds: float = 5.0
+    flush_seconds: float = 2.0
 
 
 @dataclass

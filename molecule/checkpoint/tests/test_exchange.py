@@ -11,12 +11,15 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
-from conftest import INVENTORY, ROOT, SCENARIO
 
 testinfra_hosts = ["ansible://rank0"]
 
+ROOT = Path(__file__).resolve().parents[3]
+INVENTORY = ROOT / "inventory" / "lab" / "hosts.yml"
+SCENARIO = "/srv/scenario-checkpoint"
 PORT = 29551
 PLAY = """
 - hosts: kimi_k3
@@ -35,7 +38,13 @@ class Play:
         self.file.write_text(PLAY)
 
     def command(self, *arguments, **variables):
-        values = {"checkpoint_root": f"{SCENARIO}/both", "checkpoint_scope": "all", **variables}
+        values = {
+            "checkpoint_root": f"{SCENARIO}/both",
+            "checkpoint_scope": "all",
+            "checkpoint_layers": 6,
+            "checkpoint_pipeline_layers": [4, 2],
+            **variables,
+        }
         return [
             *(sys.executable, "-m", "ansible", "playbook", "-i", str(INVENTORY), str(self.file)),
             *("-e", json.dumps(values), *arguments),
@@ -43,7 +52,13 @@ class Play:
 
     def run(self, *arguments, **variables):
         done = subprocess.run(
-            self.command(*arguments, **variables), cwd=ROOT, capture_output=True, text=True, check=False, timeout=300
+            self.command(*arguments, **variables),
+            cwd=ROOT,
+            env={**os.environ, "ANSIBLE_FORCE_COLOR": "0", "ANSIBLE_NOCOLOR": "1"},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=300,
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
@@ -124,7 +139,7 @@ def test_a_host_that_lost_its_disk_takes_all_from_the_other(play, hub, variables
 
 def test_the_controller_dies_and_the_next_run_attaches(play, hub, variables):
     shard = "model-00003-of-00016.safetensors"
-    hub.fault("trickle", path=shard, on="cdn", rate=100_000, times=None)
+    hub.fault("stall", path=shard, on="cdn", after=100_000, seconds=20)
     command = play.command("--limit", "rank0", checkpoint_exchange="never")
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, start_new_session=True) as controller:
         deadline = time.monotonic() + 60
