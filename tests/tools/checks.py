@@ -117,6 +117,11 @@ def docs(log: Log) -> None:
 
 def changelog(log: Log) -> None:
     log.run("antsibull-changelog", "lint")
+    listed = re.findall(r"^- baremetal\.kimi_k3\.(\w+)", (ROOT / "CHANGELOG.rst").read_text(encoding="utf-8"), re.M)
+    modules = {path.stem for path in (ROOT / "plugins" / "modules").glob("*.py")}
+    filters = {path.stem for path in (ROOT / "plugins" / "filter").glob("*.yml")}
+    if missing := sorted((modules | filters) - set(listed)):
+        raise CheckError(f"CHANGELOG.rst does not name {', '.join(missing)}: run antsibull-changelog release")
 
 
 def sanity(log: Log) -> None:
