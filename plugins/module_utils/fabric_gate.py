@@ -4,9 +4,8 @@
 """Judging what the fabric test measured, against gates: pure functions, no I/O.
 
 A gate has C(fail) and C(warn), the values below which a measurement is one or the other; 0 only records. The largest
-message
-counts: an average mixes small ones in. The Ring figure is close to the sum of the adapters, while others can hide
-  lost rails.
+message counts: an average mixes small ones in. The Ring figure is close to the sum of the adapters, while others can
+hide lost rails.
 """
 
 from __future__ import annotations
@@ -78,7 +77,9 @@ def _run(host: str, run: t.Mapping[str, t.Any], values: dict[tuple[str, str], li
         if process["error"]:
             problems.append(f"{host}: rank {process['rank']} failed ({run['algorithm']}): {process['error']}")
         elif process.get("sum_is_right") is False:
-            problems.append(f"{host}: the sum that rank {process['rank']} got is wrong.")
+            problems.append(f"{host}: the sum that rank {process['rank']} got is wrong ({run['algorithm']}).")
+        elif process.get("received_is_right") is False:
+            problems.append(f"{host}: rank {process['rank']} received other bytes than were sent.")
         for row in process["rows"]:
             where = f"{host} rank {process['rank']}"
             if "source" in row:

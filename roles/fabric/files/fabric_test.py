@@ -66,6 +66,8 @@ def _measure(local: int, settings: dict[str, Any], result: dict[str, Any]) -> No
     per_host, hosts = settings["local"], settings["hosts"]
     world, rank = per_host * hosts, result["rank"]
     if cuda:
+        if torch.cuda.device_count() < per_host:
+            raise RuntimeError(f"torch sees {torch.cuda.device_count()} GPUs, and {per_host} were declared")
         torch.cuda.set_device(local)
     device = torch.device("cuda", local) if cuda else torch.device("cpu")
     result["torch"], result["nccl"] = torch.__version__, ".".join(map(str, torch.cuda.nccl.version())) if cuda else None
@@ -91,7 +93,8 @@ def _measure(local: int, settings: dict[str, Any], result: dict[str, Any]) -> No
     groups = [dist.new_group(list(range(host * per_host, (host + 1) * per_host))) for host in range(hosts)]
     own = groups[rank // per_host]
     for size in settings["sizes"]:
-        data = torch.ones(size // 4, dtype=torch.float32, device=device)
+        data = torch.empty(size // 4, dtype=torch.float32, device=device)
+        result["sum_is_right"] = result.get("sum_is_right", True) and summed(dist, data, rank, world)
         if per_host > 1:
             seconds = timed(partial(dist.all_reduce, data, group=own), settings, sync)
             note("all_reduce_host", size, seconds, 2 * (per_host - 1) / per_host)
@@ -100,15 +103,23 @@ def _measure(local: int, settings: dict[str, Any], result: dict[str, Any]) -> No
             seconds = timed(partial(dist.all_reduce, data), settings, sync)
             note("all_reduce_all", size, seconds, 2 * (world - 1) / world)
         if algorithm == "default":
-            pairs(dist, data, settings, rank, Clock(note, sync))
+            result["received_is_right"] = result.get("received_is_right", True) and pairs(
+                dist, data, settings, rank, Clock(note, sync)
+            )
         if cuda and algorithm == "default":
             source = torch.ones(size // 4, dtype=torch.float32, pin_memory=True)
             seconds = timed(partial(data.copy_, source, non_blocking=True), settings, sync)
             note("host_to_gpu", size, seconds, 1.0)
-    check = torch.full((1,), float(rank + 1), device=device)
-    dist.all_reduce(check)
-    result["sum_is_right"] = check.item() == world * (world + 1) / 2
     dist.destroy_process_group()
+
+
+def summed(dist: Any, data: Any, rank: int, world: int) -> bool:
+    """Whether every element of an all-reduce is the sum of what the ranks gave; leaves zeros, which never overflow."""
+    data.fill_(float(rank + 1))
+    dist.all_reduce(data)
+    low, high = (float(value) for value in data.aminmax())
+    data.zero_()
+    return low == high == world * (world + 1) / 2
 
 
 class Clock(NamedTuple):
@@ -118,27 +129,39 @@ class Clock(NamedTuple):
     sync: Callable[[], None]
 
 
-def pairs(dist: Any, data: Any, settings: dict[str, Any], rank: int, clock: Clock) -> None:
+def pairs(dist: Any, data: Any, settings: dict[str, Any], rank: int, clock: Clock) -> bool:
     """Send and receive between GPU n of a host and GPU n of the next, as pipeline stages do.
 
-    Each pair alone, then all at once. On a single host the pairs are neighbouring GPUs of it.
+    Each pair alone, then all at once. On a single host the pairs are all GPUs of it, each with each. Returns whether
+    what was received is what was sent.
     """
-    per_host, hosts = settings["local"], settings["hosts"]
-    size = data.numel() * 4
-    stride = per_host if hosts > 1 else 1
-    first = list(range((hosts - 1) * per_host)) if hosts > 1 else list(range(per_host - 1))
-    turns: list[list[int]] = [[source] for source in first]
-    if hosts > 1:
-        turns += [list(range(host * per_host, (host + 1) * per_host)) for host in range(hosts - 1)]
-    for index, sources in enumerate(turns):
+    right = True
+    for kind, ways in turns(settings["local"], settings["hosts"]):
         dist.barrier()
-        if rank in sources:
-            timed(partial(dist.send, data, rank + stride), settings, clock.sync)
-        elif rank - stride in sources:
-            seconds = timed(partial(dist.recv, data, rank - stride), settings, clock.sync)
-            kind = "send_recv" if index < len(first) else "send_recv_at_once"
-            clock.note(kind, size, seconds, 1.0, source=rank - stride, target=rank)
+        for source, target in ways:
+            if rank == source:
+                data.fill_(float(source + 1))
+                timed(partial(dist.send, data, target), settings, clock.sync)
+            elif rank == target:
+                data.zero_()
+                seconds = timed(partial(dist.recv, data, source), settings, clock.sync)
+                low, high = (float(value) for value in data.aminmax())
+                right = right and low == high == source + 1
+                clock.note(kind, data.numel() * data.element_size(), seconds, 1.0, source=source, target=target)
     dist.barrier()
+    data.zero_()
+    return right
+
+
+def turns(per_host: int, hosts: int) -> list[tuple[str, list[tuple[int, int]]]]:
+    """Who sends to whom, turn by turn: (measurement, [(source, target)...]) in ranks."""
+    if hosts == 1:
+        return [
+            ("send_recv", [(source, target)]) for source in range(per_host) for target in range(source + 1, per_host)
+        ]
+    alone = [("send_recv", [(source, source + per_host)]) for source in range((hosts - 1) * per_host)]
+    first = [range(host * per_host, (host + 1) * per_host) for host in range(hosts - 1)]
+    return [*alone, *(("send_recv_at_once", [(source, source + per_host) for source in ranks]) for ranks in first)]
 
 
 def network(path: str) -> dict[str, Any]:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import json
 from pathlib import Path
 
@@ -62,11 +63,13 @@ def test_what_could_not_be_measured_is_a_problem(pair):
     process = broken["b"]["runs"][0]["processes"][0]
     process["error"] = "DistBackendError: NCCL error: unhandled system error"
     broken["a"]["runs"][0]["processes"][0]["sum_is_right"] = False
+    broken["a"]["runs"][1]["processes"][0]["received_is_right"] = False
     broken["a"]["rails"] = [{"rail": "mlx5_4:1", "index": 0, "gbit_s": None, "error": "Couldn't connect"}]
     problems = fabric_gate.judge(broken, GATES)["problems"]
     assert problems == [
         "a: rail mlx5_4:1 could not be measured: Couldn't connect",
-        "a: the sum that rank 0 got is wrong.",
+        "a: the sum that rank 0 got is wrong (default).",
+        "a: rank 0 received other bytes than were sent.",
         "b: rank 1 failed (default): DistBackendError: NCCL error: unhandled system error",
     ]
 
@@ -86,3 +89,25 @@ def test_one_slow_rail_among_eight(pair):
     ]
     found = row(fabric_gate.judge(pair, GATES), "one rail")
     assert (found["worst"], found["where"], found["status"], found["straggler"]) == (196.0, "a mlx5_3:1", "fail", True)
+
+
+def program():
+    spec = importlib.util.spec_from_file_location("fabric_test_program", ROOT / "roles/fabric/files/fabric_test.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_pairs_of_one_host_are_all_of_its_gpus():
+    ways = [way for kind, turn in program().turns(8, 1) for way in turn if kind == "send_recv"]
+    assert len(ways) == len(set(ways)) == 8 * 7 // 2
+    assert program().turns(1, 1) == []
+
+
+def test_pairs_of_two_hosts_are_the_same_gpu_of_each_alone_and_all_at_once():
+    assert program().turns(2, 2) == [
+        ("send_recv", [(0, 2)]),
+        ("send_recv", [(1, 3)]),
+        ("send_recv_at_once", [(0, 2), (1, 3)]),
+    ]
+    assert program().turns(1, 3)[-1] == ("send_recv_at_once", [(1, 2)])
