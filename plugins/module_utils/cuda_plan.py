@@ -128,7 +128,9 @@ def plan(settings: t.Mapping[str, t.Any], look: t.Mapping[str, t.Any]) -> dict[s
         missing = (
             [settings["compat_package"]] if settings["compat_package"] not in packages.get("installed", {}) else []
         )
-        text = f"{told} CUDA's compatibility libraries bridge it: give the service their folder in LD_LIBRARY_PATH."
+        release = re.search(r"(\d+)-(\d+)$", settings["compat_package"])
+        folder = f"/usr/local/cuda-{release.group(1)}.{release.group(2)}/compat" if release else "their folder"
+        text = f"{told} CUDA's compatibility libraries bridge it: serve_environment needs LD_LIBRARY_PATH: {folder}."
         return {**result, "case": "compat", "act": bool(missing), "missing": missing, "text": text}
     if driver["run_file"]:
         raise CudaError(

@@ -105,6 +105,7 @@ def packages() -> None:
     package("datacenter-gpu-manager-4-cuda13", "1:4.4.0-1", dcgm)
     package("nvidia-driver-pinning-580", "580-1", {"/etc/apt/preferences.d/nvidia-driver-pinning-580": PIN})
     package("lambda-stack-cuda", "0.1.15")
+    package("cuda-compat-13-0", "580.159.04-1", {"/usr/local/cuda-13.0/compat/libcuda.so.580.159.04": ""})
 
 
 def index() -> None:

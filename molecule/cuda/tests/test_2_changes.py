@@ -38,6 +38,22 @@ def old(replica):
     return replica
 
 
+@pytest.fixture
+def somewhere_else(replica):
+    """Hosts that say of themselves to be another system, and lack a package, so that the repository is looked for."""
+    for rank in replica.ranks:
+        rank.run(f"{APT} purge libnvsdm")
+
+    def become(release):
+        for rank in replica.ranks:
+            rank.run(f"rm /etc/os-release && printf '{release}' > /etc/os-release")
+
+    yield become
+    for rank in replica.ranks:
+        rank.run("ln -sfn ../usr/lib/os-release /etc/os-release")
+    converge()
+
+
 def test_a_host_that_is_right_costs_one_execution_and_changes_nothing(replica):
     output = playbook(CONVERGE, "-vvv")
     assert recap(" ".join(output.split())) == NOTHING
@@ -113,6 +129,46 @@ def test_told_so_it_is_upgraded_and_the_hosts_are_rebooted_one_after_the_other(o
         assert "580.159.04" in rank.run(RUNNING)
         assert rank.run(BOOT) != before
     assert recap(converge()) == NOTHING
+
+
+def test_compatibility_libraries_bridge_an_old_driver_that_stays(old):
+    output = converge("-e", "cuda_compat=true")
+    assert "serve_environment needs LD_LIBRARY_PATH: /usr/local/cuda-13.0/compat" in output
+    for rank in old.ranks:
+        assert "580.159.04-1" in rank.run("dpkg-query --show cuda-compat-13-0")
+        rank.run("test -e /usr/local/cuda-13.0/compat/libcuda.so.580.159.04")
+        assert "570.148.08-1" in rank.run("dpkg-query --show nvidia-open")
+    assert recap(converge("-e", "cuda_compat=true")) == NOTHING
+    converge("-e", "cuda_manage_driver=true", "-e", "cuda_reboot=when_needed")
+
+
+def test_unattended_upgrades_leave_the_driver_alone(replica):
+    rank = replica.ranks[0]
+    rank.run(f"{APT} install unattended-upgrades")
+    assert recap(converge()) == [("rank0", "1", "0"), ("rank1", "0", "0")]
+    assert '"^nvidia-"' in rank.run("apt-config dump Unattended-Upgrade::Package-Blacklist")
+    assert recap(converge()) == NOTHING
+
+
+@pytest.mark.parametrize(
+    ("system", "version", "folder"),
+    [
+        ("ubuntu", "22.04", "ubuntu2204"),
+        ("ubuntu", "24.04", "ubuntu2404"),
+        ("debian", "12", "debian12"),
+        ("debian", "13", "debian13"),
+    ],
+)
+def test_every_system_has_its_repository(somewhere_else, system, version, folder):
+    somewhere_else(f'ID={system}\nVERSION_ID="{version}"\n')
+    output = converge("--check", "--diff", "-e", "cuda_repository_url=")
+    assert f"/compute/cuda/repos/{folder}/x86_64/" in output
+
+
+def test_a_system_without_a_repository_is_told(somewhere_else):
+    somewhere_else('ID=fedora\nVERSION_ID="44"\n')
+    output = converge("-e", "cuda_repository_url=", expect=2)
+    assert "fedora 44 has no CUDA repository that this role knows" in output
 
 
 def test_lambda_stack_is_recognised_and_left_in_peace(replica):
