@@ -52,8 +52,10 @@ def measure(local: int, settings: dict[str, Any], folder: str) -> None:
     try:
         _measure(local, settings, result)
     except Exception as error:  # noqa: BLE001 - told to the controller, which judges
-        told = str(error).strip().splitlines()
-        result["error"] = f"{type(error).__name__}: {told[0] if told else ''}"
+        # NCCL says what it was in general first, and what it was here last.
+        told = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+        last = told[told.index("Last error:") + 1 :] if "Last error:" in told else []
+        result["error"] = f"{type(error).__name__}: {' '.join(last) or told[0]}"
         traceback.print_exc(file=sys.stderr)
     Path(folder, f"{local}.json").write_text(json.dumps(result), encoding="utf-8")
 

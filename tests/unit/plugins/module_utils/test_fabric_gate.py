@@ -58,6 +58,35 @@ def test_real_figures_of_one_host_fail_the_gate_of_eight_gpus():
     assert fabric_gate.judge({"a": real("one")}, {})["failed"] == 0
 
 
+def test_fewer_gpus_than_were_declared_fail_as_they_did_on_a_real_machine():
+    """One H200, where two were declared."""
+    assert fabric_gate.judge(real("fewer"), {})["problems"] == [
+        f"h0: rank {rank} failed ({algorithm}): RuntimeError: torch sees 1 GPUs, and 2 were declared"
+        for algorithm in ("default", "Ring")
+        for rank in (0, 1)
+    ]
+    assert fabric_gate.judge(real("one-gpu"), GATES)["failed"] == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("NCCL error\nncclInvalidUsage: x.\nLast error:\nDuplicate GPU detected\n", "Duplicate GPU detected"),
+        ("one\ntwo", "one"),
+        ("", ""),
+    ],
+)
+def test_the_last_word_of_nccl_is_what_is_told(tmp_path, monkeypatch, text, told):
+    module = program()
+
+    def fail(*_args):
+        raise RuntimeError(text)
+
+    monkeypatch.setattr(module, "_measure", fail)
+    module.measure(0, {"host": 0, "local": 1}, str(tmp_path))
+    assert json.loads((tmp_path / "0.json").read_text())["error"] == f"RuntimeError: {told}"
+
+
 def test_what_could_not_be_measured_is_a_problem(pair):
     broken = copy.deepcopy(pair)
     process = broken["b"]["runs"][0]["processes"][0]
