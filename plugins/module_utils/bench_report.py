@@ -555,7 +555,7 @@ def comparison(documents: t.Sequence[t.Mapping[str, t.Any]]) -> list[Block]:
         (
             "text",
             "The difference is that of the means, in percent of the first. Its noise is half of the 95 % confidence "
-            "interval of that difference (Welch), from the repetitions of both; below it, the difference may be chance.",
+            "interval of that difference (Welch), from the repetitions of both; below it, it may be chance.",
         )
     )
     return blocks

@@ -66,28 +66,13 @@ comparisons:
   elements: dict
 """
 
-import json
 import os
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils import bench_report
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils.bench import BenchError
-from ansible_collections.baremetal.kimi_k3.plugins.module_utils.storage import make_dirs, write_atomic
-
-RECORD = "bench.json"
-
-
-def read(folder: str) -> dict[str, Any]:
-    path = os.path.join(folder, RECORD)
-    try:
-        with open(path, encoding="utf-8") as stream:
-            document = json.load(stream)
-    except FileNotFoundError:
-        raise BenchError(f"{folder} holds no benchmark: there is no {RECORD} in it.") from None
-    except (OSError, ValueError) as error:
-        raise BenchError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
-    return bench_report.read_record(document, path)
+from ansible_collections.baremetal.kimi_k3.plugins.module_utils.bench_files import read_folder, write_changed
 
 
 def make(params: dict[str, Any], check: bool) -> dict[str, Any]:
@@ -96,27 +81,18 @@ def make(params: dict[str, Any], check: bool) -> dict[str, Any]:
         raise BenchError("bench_compare must name two folders or more: the first is what the others are compared with.")
     if len(set(folders)) < len(folders):
         raise BenchError("bench_compare names a folder twice: a benchmark does not differ from itself.")
-    documents = [read(folder) for folder in folders]
+    documents = [read_folder(folder) for folder in folders]
     # By the folder's name, since several measurements of one replica bear the same.
     documents = [
         {**document, "name": os.path.basename(folder)} for folder, document in zip(folders, documents, strict=True)
     ]
     blocks = bench_report.comparison(documents)
+    dest = os.path.abspath(params["dest"])
     files = {
-        "comparison.md": bench_report.markdown(blocks).encode(),
-        "comparison.html": bench_report.page("Comparison of benchmarks", blocks).encode(),
+        os.path.join(dest, "comparison.md"): bench_report.markdown(blocks).encode(),
+        os.path.join(dest, "comparison.html"): bench_report.page("Comparison of benchmarks", blocks).encode(),
     }
-    changed = []
-    for name, data in files.items():
-        path = os.path.join(os.path.abspath(params["dest"]), name)
-        if os.path.isfile(path):
-            with open(path, "rb") as stream:
-                if stream.read() == data:
-                    continue
-        changed.append(path)
-        if not check:
-            make_dirs(os.path.dirname(path))
-            write_atomic(path, data)
+    changed = write_changed(files, check)
     return {
         "changed": bool(changed),
         "files": changed,

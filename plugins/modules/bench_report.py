@@ -82,47 +82,18 @@ from typing import Any
 from ansible.module_utils.basic import AnsibleModule
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils import bench_report
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils.bench import LATENCIES, BenchError
-from ansible_collections.baremetal.kimi_k3.plugins.module_utils.storage import make_dirs, write_atomic
-
-RECORD = "bench.json"
-
-
-def read_json_file(path: str) -> Any:
-    try:
-        with open(path, encoding="utf-8") as stream:
-            return json.load(stream)
-    except FileNotFoundError:
-        raise BenchError(f"There is no {path}.") from None
-    except (OSError, ValueError) as error:
-        raise BenchError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
+from ansible_collections.baremetal.kimi_k3.plugins.module_utils.bench_files import RECORD, read_file, write_changed
 
 
 def pooled(folder: str, document: dict[str, Any]) -> dict[str, dict[str, list[float]]]:
     """Latencies of all runs of each workload."""
     found: dict[str, dict[str, list[float]]] = {}
     for run in document["runs"]:
-        result = read_json_file(os.path.join(folder, "runs", run["file"]))
+        result = read_file(os.path.join(folder, "runs", run["file"]))
         own = found.setdefault(run["workload"], {name: [] for name in LATENCIES})
         for name, more in bench_report.samples(result).items():
             own[name] += more
     return found
-
-
-def write_changed(files: dict[str, bytes], check: bool) -> list[str]:
-    """Write what is not there yet; the paths of it."""
-    changed = []
-    for path, data in files.items():
-        try:
-            with open(path, "rb") as stream:
-                if stream.read() == data:
-                    continue
-        except FileNotFoundError:
-            pass
-        changed.append(path)
-        if not check:
-            make_dirs(os.path.dirname(path))
-            write_atomic(path, data)
-    return changed
 
 
 def make(params: dict[str, Any], check: bool) -> dict[str, Any]:
@@ -135,7 +106,7 @@ def make(params: dict[str, Any], check: bool) -> dict[str, Any]:
         # What was measured must not be lost for the sake of how it is shown.
         changed = write_changed(files, check)
     else:
-        document, changed = read_json_file(record), []
+        document, changed = read_file(record), []
     bench_report.read_record(document, record)
     plots = bench_report.draw(document, pooled(folder, document)) if params["plots"] else []
     blocks = bench_report.report(document, plots)
