@@ -91,6 +91,7 @@ def identity(workload: t.Mapping[str, t.Any]) -> dict[str, t.Any]:
             if key not in workload:
                 whole[key] = 0
     whole.pop("name", None)
+    whole["rate"] = "inf" if math.isinf(rate(whole["rate"]) or 0) else whole["rate"]
     return {key: _plain(value) for key, value in whole.items()}
 
 

@@ -471,6 +471,8 @@ def differing(one: t.Mapping[str, t.Any], other: t.Mapping[str, t.Any]) -> list[
             continue
         if key.endswith(": command"):
             left, right = _only(left, right), _only(right, left)
+            if not left and not right:
+                left = right = "the same options in another order"
         rows.append((key, left or "none", right or "none"))
     return rows
 
@@ -486,7 +488,7 @@ def _options(command: str) -> list[str]:
 
 def _only(mine: str, theirs: str) -> str:
     others = _options(theirs)
-    return " ".join(option for option in _options(mine) if option not in others) or "the same in another order"
+    return " ".join(option for option in _options(mine) if option not in others)
 
 
 def workload_differences(one: t.Mapping[str, t.Any], other: t.Mapping[str, t.Any]) -> list[str]:
@@ -555,7 +557,8 @@ def comparison(documents: t.Sequence[t.Mapping[str, t.Any]]) -> list[Block]:
         (
             "text",
             "The difference is that of the means, in percent of the first. Its noise is half of the 95 % confidence "
-            "interval of that difference (Welch), from the repetitions of both; below it, it may be chance.",
+            "interval of that difference (Welch), from the repetitions of both; below it, it may be chance. "
+            "Of twenty figures that do not differ at all, one is above it.",
         )
     )
     return blocks
@@ -574,16 +577,7 @@ def _comparison_of_two(one: t.Mapping[str, t.Any], other: t.Mapping[str, t.Any])
         runs = entry["rows"][0]["runs"]
         blocks.append(("text", f"Workload {name}, {runs[0]} and {runs[1]} runs:"))
         if entry["few"]:
-            blocks.append(
-                (
-                    "warning",
-                    "One run says nothing about noise: no difference here can be told from chance. Measure with "
-                    f"bench_repetitions of {ENOUGH} or more."
-                    if min(runs) < 2
-                    else f"With fewer than {ENOUGH} runs on a side the noise itself is hardly known: only large "
-                    f"differences stand out. Measure with bench_repetitions of {ENOUGH} or more.",
-                )
-            )
+            blocks.append(("warning", few_runs(min(runs))))
         rows = [
             [row["title"], row["one"], row["other"], signed(row["percent"]), plus_minus(row["noise"]), row["verdict"]]
             for row in entry["rows"]
@@ -612,17 +606,29 @@ def compared_lines(documents: t.Sequence[t.Mapping[str, t.Any]]) -> list[str]:
     """The comparison for a terminal."""
     lines = []
     for other in documents[1:]:
+        lines.append(f"{documents[0]['name']} → {other['name']}")
         for entry in compare(documents[0], other):
-            start = f"{documents[0]['name']} → {other['name']}, {entry['workload']}"
             if entry["reason"]:
-                lines.append(f"{start}: not compared: {entry['reason']}")
+                lines.append(f"{entry['workload']} is not compared: {entry['reason']}")
                 continue
             lines += [
-                f"{start}: {row['title']}: {row['one']} → {row['other']} "
+                f"{entry['workload']}: {row['title']}: {row['one']} → {row['other']} "
                 f"({signed(row['percent'])}, noise {plus_minus(row['noise'])}): {row['verdict']}"
                 for row in entry["rows"]
             ]
+            if entry["few"]:
+                lines.append(f"{entry['workload']}: {few_runs(min(entry['rows'][0]['runs']))}")
     return lines
+
+
+def few_runs(runs: int) -> str:
+    """What to think of so few repetitions."""
+    what = (
+        "One run says nothing about noise: no difference here can be told from chance."
+        if runs < 2
+        else f"With fewer than {ENOUGH} runs on a side the noise is hardly known: only large differences stand out."
+    )
+    return f"{what} Measure with bench_repetitions of {ENOUGH} or more."
 
 
 def lines_of(document: t.Mapping[str, t.Any]) -> list[str]:
@@ -742,17 +748,18 @@ def draw(
             found, part = shares(pooled.get(workload["name"], {}).get(key, ()))
             if found:
                 axis.plot(found, [100 * value for value in part], label=workload["name"])
-        positive = [line for line in axis.get_lines() if min(line.get_xdata()) > 0]
-        if positive and len(positive) == len(axis.get_lines()):
+        drawn = [value for line in axis.get_lines() for value in line.get_xdata()]
+        if drawn and min(drawn) > 0 and max(drawn) > 20 * min(drawn):
             axis.set_xscale("log")
             axis.xaxis.set_major_formatter(mpl.ticker.FuncFormatter(lambda value, _place: f"{value:g}"))
+            axis.xaxis.set_minor_formatter(mpl.ticker.NullFormatter())
         axis.axhline(99, color="#888", linewidth=0.8, linestyle=":")
         axis.set_title(title)
         axis.set_xlabel("ms")
         axis.set_ylabel(f"% of {'pieces' if key == 'itl' else 'requests'}")
         axis.set_ylim(0, 101)
-        axis.grid(alpha=0.3, which="both")
-        if axis.get_lines()[:-1]:
+        axis.grid(alpha=0.3)
+        if drawn:
             axis.legend(fontsize=8, frameon=False, loc="lower right")
     figure.suptitle("Latency: share of all that took no longer")
     plots.append(("Distribution of latencies", _svg(plt, figure)))

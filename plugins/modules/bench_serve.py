@@ -228,7 +228,11 @@ _MANNER = frozenset({"seed", "_progress"})
 def check_server(params: dict[str, Any], key: str | None) -> None:
     """The server answers, takes the key and serves the model."""
     try:
-        answer = Api(params["url"], key).request("/v1/models")
+        api = Api(params["url"], key)
+    except ValueError as error:
+        raise bench.BenchError(f"There is nothing to measure: {error}.") from None
+    try:
+        answer = api.request("/v1/models")
         names = [str(entry.get("id")) for entry in answer["data"]]
     except ApiError as error:
         raise bench.BenchError(f"There is nothing to measure: {error.text}.") from error
@@ -241,11 +245,17 @@ def check_server(params: dict[str, Any], key: str | None) -> None:
         )
 
 
-def check_files(params: dict[str, Any]) -> None:
+def check_host(params: dict[str, Any]) -> None:
+    """The host has what it takes."""
     if not os.access(params["executable"], os.X_OK):
         raise bench.BenchError(f"There is no {params['executable']} here: run the playbook engine first.")
     if not os.path.isdir(params["tokenizer"]):
         raise bench.BenchError(f"There is no tokenizer at {params['tokenizer']}: run the playbook fetch first.")
+    if params["user"]:
+        try:
+            pwd.getpwnam(params["user"])
+        except KeyError:
+            raise bench.BenchError(f"There is no account {params['user']} here (bench_user).") from None
 
 
 def environment_of(params: dict[str, Any], home: str, key: str | None) -> dict[str, str]:
@@ -456,8 +466,6 @@ def measure(params: dict[str, Any], key: str | None, tell: Tell) -> dict[str, An
             done.append(run_once(params, run, key, tell))
     except bench.BenchError as error:
         return {"failed": True, "msg": str(error)}
-    except KeyError:
-        return {"failed": True, "msg": f"There is no account {params['user']} here (bench_user)."}
     except OSError as error:
         return {"failed": True, "msg": f"{error.filename or directory}: {error.strerror or error}."}
     finally:
@@ -571,7 +579,7 @@ def main() -> None:
         module.fail_json(msg=problem)
     try:
         if not (params["_progress"] or {}).get("run"):
-            check_files(params)
+            check_host(params)
         key = read_key(None, params["api_key_file"])
         if module.check_mode:
             check_server(params, key)
