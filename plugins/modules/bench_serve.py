@@ -559,7 +559,7 @@ def main() -> None:
             "url": {"type": "str", "required": True},
             "api_key_file": {"type": "path", "no_log": False},
             "model": {"type": "str", "required": True},
-            "tokenizer": {"type": "path", "required": True},
+            "tokenizer": {"type": "path", "required": True, "no_log": False},
             "trust_remote_code": {"type": "bool", "default": False},
             "workloads": {"type": "list", "elements": "dict", "required": True},
             "repetitions": {"type": "int", "default": 1},
