@@ -49,7 +49,7 @@ class Controller:
             "bench_repetitions": 2,
             "bench_warmup_prompts": 0,
             "bench_results_dir": str(folder / "results"),
-            "__bench_directory": str(folder / "bench"),
+            "bench_directory": str(folder / "bench"),
         }
 
     def play(self, name: str, *words: str, expect: int = 0, **changes: t.Any) -> str:
