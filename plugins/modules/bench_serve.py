@@ -186,6 +186,7 @@ seed:
   type: int
 """
 
+import ctypes
 import json
 import os
 import pwd
@@ -220,6 +221,7 @@ from ansible_collections.baremetal.kimi_k3.plugins.module_utils.storage import (
 _TAIL = 64 * 1024
 _TICK = 0.5
 _GRACE = 5.0
+_PR_SET_PDEATHSIG = 1
 _FOREVER = 10 * 365 * 86400.0
 # Neither says what is measured: another run of the playbook finds the measurement that goes on.
 _MANNER = frozenset({"seed", "_progress"})
@@ -303,6 +305,22 @@ def shortened(output: bytes) -> bytes:
     return (mark if mark in output else b"") + output[-_TAIL // 2 :]
 
 
+def die_with_parent() -> None:
+    """A command whose measurement was killed must not go on to disturb the next one."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def hide(path: str, key: str | None) -> None:
+    """Take the key out of what a command printed, should it ever be there."""
+    if not key:
+        return
+    with open(path, "rb") as stream:
+        said = stream.read()
+    if key.encode() in said:
+        with open(path, "wb") as stream:
+            stream.write(said.replace(key.encode(), b"***"))
+
+
 class Child:
     """One `vllm bench serve`, watched until it ends; nothing of it is left behind."""
 
@@ -323,6 +341,7 @@ class Child:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            preexec_fn=die_with_parent,  # noqa: PLW1509  (this process has no threads)
             **owner,
         )
 
@@ -390,6 +409,7 @@ def run_once(params: dict[str, Any], run: dict[str, Any], key: str | None, tell:
         code = child.watch(params["timeout"], look)
     finally:
         child.end()
+        hide(log, key)
     said = bench.redact(last_lines(child.text()), key)
     if code is None:
         raise bench.BenchError(

@@ -27,7 +27,7 @@ words = sys.argv[1:]
 value = lambda flag, default=None: words[words.index(flag) + 1] if flag in words else default
 with open(here / "calls.jsonl", "a") as stream:
     stream.write(json.dumps({"words": words, "environment": dict(os.environ), "directory": os.getcwd()}) + chr(10))
-print("Namespace of the command", flush=True)
+print("Namespace of the command with " + os.environ.get("OPENAI_API_KEY", ""), flush=True)
 if behaviour.get("crash"):
     print("ValueError: the tokenizer is not there", file=sys.stderr)
     sys.exit(1)

@@ -63,6 +63,14 @@ def wait_for(condition: t.Callable[[], t.Any]) -> t.Any:
     return found
 
 
+def gone(pid: str) -> bool:
+    """Ended, whether or not somebody has asked how."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
 def everything_below(folder: Path) -> str:
     return "".join(path.read_text(errors="replace") for path in folder.rglob("*") if path.is_file())
 
@@ -128,7 +136,7 @@ def test_the_environment_is_made_from_nothing(arguments, engine, monkeypatch):
     [
         (
             {"crash": True},
-            "ended with status 1 and without a result. Its last words: Namespace of the command / ValueError",
+            "ended with status 1 and without a result. Its last words: Namespace of the command with *** / ValueError",
         ),
         ({"silent": True}, "ended with status 0 and without a result."),
         ({"garbage": True}, "one-1.json is no JSON object"),
@@ -234,14 +242,16 @@ def test_a_measurement_that_is_stopped_takes_its_command_along(arguments, engine
     os.kill(first["pid"], signal.SIGTERM)
     result = look(arguments, first["run"])
     assert result["msg"] == "Stopped by SIGTERM; nothing was measured to the end."
-    wait_for(lambda: not Path(f"/proc/{children[0]}").exists())
+    wait_for(lambda: gone(children[0]))
 
 
 def test_a_killed_measurement_is_told(arguments, engine):
-    engine.behave(wait_for="go")
+    engine.behave(wait_for="never")
     first = look(arguments, seconds=0)["_running"]
+    wait_for(lambda: "1 of 4" in look(arguments, first["run"], 0.2)["_running"]["text"])
+    (child,) = Path(f"/proc/{first['pid']}/task/{first['pid']}/children").read_text().split()
     os.kill(first["pid"], signal.SIGKILL)
     result = look(arguments, first["run"])
-    (engine.folder / "go").touch()
     assert "ended without a word" in result["msg"]
     assert "Run again to measure anew." in result["msg"]
+    wait_for(lambda: gone(child))
