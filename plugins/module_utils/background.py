@@ -50,6 +50,7 @@ class Job:
 
     directory: str
     name: str
+    advice: str = "What it has fetched is kept: run again to go on."  # to who finds it dead
 
     @property
     def status(self) -> str:
@@ -94,8 +95,8 @@ class Run:
             if not alive:
                 raise BackgroundError(
                     f"The run in the background (process {self.pid or 'unknown'} on {socket.gethostname()}) ended "
-                    "without a word: it was killed, or this host was restarted. What it has fetched is kept: run "
-                    f"again to go on. {_last_line(self.job.log)}".rstrip()
+                    f"without a word: it was killed, or this host was restarted. {self.job.advice} "
+                    f"{_last_line(self.job.log)}".rstrip()
                 )
             left = deadline - time.monotonic()
             if left <= 0:
