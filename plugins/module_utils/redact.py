@@ -74,7 +74,7 @@ _KNOWN = re.compile(
     r"|github_pat_[A-Za-z0-9_]{16,}|glpat-[A-Za-z0-9_\-]{16,}|AKIA[0-9A-Z]{12,}|xox[abprs]-[A-Za-z0-9\-]{8,}"
     r"|nvapi-[A-Za-z0-9_\-]{16,}|eyJ[A-Za-z0-9_\-]{8,}\.[A-Za-z0-9_\-]{8,}\.[A-Za-z0-9_\-]*))"
 )
-_LOGIN = re.compile(r"(?P<head>[A-Za-z][A-Za-z0-9+.\-]*://)(?P<value>[^/\s@\"'<>]+)(?=@)")
+_LOGIN = re.compile(r"(?P<head>://)(?P<value>[^/\s@\"'<>]+)(?=@)")
 _IN_LINE = (_HEADER, _BEARER, _LINE, _ASSIGNED, _FLAG, _KNOWN, _LOGIN)
 # What stands for nothing.
 _NOTHING = frozenset({"", "null", "none", "true", "false", "~", "{}", "[]"})
