@@ -246,11 +246,11 @@ def _probe_host(api_host: str) -> str:
     return f"[{api_host}]" if ":" in api_host and not api_host.startswith("[") else api_host
 
 
-def environment_file(environment: t.Mapping[str, str]) -> str:
-    """The text of a systemd EnvironmentFile; what it cannot hold is C(launch_errors)'s to find."""
+def environment_file(environment: t.Mapping[str, t.Any]) -> str:
+    """The text of a systemd EnvironmentFile; what it cannot hold is C(launch_errors)'s to find. None is left out."""
     lines = []
-    for name, value in sorted(environment.items()):
-        quoted = value.replace("\\", "\\\\").replace('"', '\\"').replace("$", "\\$").replace("`", "\\`")
+    for name, value in sorted((name, value) for name, value in environment.items() if value is not None):
+        quoted = _word(value).replace("\\", "\\\\").replace('"', '\\"').replace("$", "\\$").replace("`", "\\`")
         lines.append(f'{name}="{quoted}"\n')
     return "".join(lines)
 

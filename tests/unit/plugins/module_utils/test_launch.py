@@ -184,6 +184,10 @@ def test_environment_file_is_quoted_for_systemd():
     assert text == 'A="1"\nB="say \\"\\$HOME\\" \\\\ \\`x\\`"\n'
 
 
+def test_environment_file_takes_numbers_and_leaves_out_what_is_none():
+    assert launch.environment_file({"B": 2, "A": True, "C": None}) == 'A="1"\nB="2"\n'
+
+
 @pytest.mark.parametrize("environment", [{"A B": "1"}, {"A": "1\n2"}, {"1A": ""}, {"A": ["\r"], "B": "\0"}])
 def test_an_environment_that_no_file_can_hold_is_refused(environment):
     assert len(launch.launch_errors({}, {**environment, "GOOD": 1})) == 1
