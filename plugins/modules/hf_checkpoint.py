@@ -186,18 +186,18 @@ options:
     default: 3600
   shared:
     description:
-      - Other hosts see the same O(dest) on a shared file system and run this module at the same time. One of them fetches,
-        the others wait, help it to hash what has to be hashed, and take over its work when it is gone.
+      - Other hosts see the same O(dest) on a shared file system and run this module at the same time. One of them
+        fetches, the others wait, help it to hash what has to be hashed, and take over its work when it is gone.
       - Nothing is asked of the file system but that renaming a file is done once, by one of two hosts. Where O(dest) is
         not shared after all, every host does all the work in its own.
-      - All hosts have to say so, and to hold the same. With O(scope=stage), O(stages) has to be empty, since there is one
-        index for all of them.
+      - All hosts have to say so, and to hold the same. With O(scope=stage), O(stages) has to be empty, since there is
+        one index for all of them.
     type: bool
     default: false
   shared_timeout:
     description:
-      - Seconds of silence after which the host that does the work is taken for gone, by the clock of the one that waits.
-        Longer than the shared file system is ever silent itself.
+      - Seconds of silence after which the host that does the work is taken for gone, by the clock of the one that
+        waits. To be longer than the shared file system is ever silent itself.
       - While it is heard of, it is waited for without limit.
     type: int
     default: 60

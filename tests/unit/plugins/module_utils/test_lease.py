@@ -57,7 +57,7 @@ def of(private: Path, timeout: float = 20, **options: Any) -> Lease:
 
 
 def names(private: Path) -> list[str]:
-    return os.listdir(private / "lease")
+    return [path.name for path in (private / "lease").iterdir()]
 
 
 def halt(lease: Lease) -> None:
@@ -134,7 +134,7 @@ def test_one_that_is_silent_is_replaced_and_told_so(private: Path, elsewhere: An
     second.acquire(said.append)
     assert time.monotonic() - began >= 0.3
     assert "not heard of for" in said[-1]
-    with pytest.raises(LeaseLostError, match="another one has taken over the work in .*checkpoint: .* run again"):
+    with pytest.raises(LeaseLostError, match=r"another one has taken over the work in .*checkpoint: .* run again"):
         first.renew()
     assert told == [True]
     first.release()

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ansible_collections.baremetal.kimi_k3.plugins.module_utils import joint, lease, receipts
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils import checkpoint_job as module
+from ansible_collections.baremetal.kimi_k3.plugins.module_utils import joint, lease, receipts
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils.direct import Buffers
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils.fetch import Options, Part
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils.joint import Board
@@ -89,11 +89,15 @@ class Hosts:
     def holder(self) -> dict[str, Any] | None:
         """Who has the lease."""
         try:
-            (name,) = os.listdir(self.world.own("lease"))
+            (name,) = names(self.world.own("lease"))
             token = name.partition(".")[0]
             return json.loads(self.world.own(f"holders/{token}/holder.json").read_text())
         except (OSError, ValueError):
             return None
+
+
+def names(path: Path) -> list[str]:
+    return [entry.name for entry in path.iterdir()]
 
 
 def said(child: subprocess.Popen[str]) -> dict[str, Any]:
@@ -128,8 +132,8 @@ def hosts(world: Any) -> Iterator[Hosts]:
 
 def clean(world: Any) -> None:
     """Nothing is left but a lease that is free."""
-    assert os.listdir(world.own("lease")) == ["free"]
-    assert os.listdir(world.own("holders")) == []
+    assert names(world.own("lease")) == ["free"]
+    assert names(world.own("holders")) == []
     assert list(world.own("parts").iterdir()) == []
     assert not world.own("proving").exists()
     assert not world.own("bad").exists()
@@ -158,7 +162,7 @@ def test_one_is_killed_with_the_lease_and_the_other_one_goes_on(world: Any, host
     name = "model-00001-of-00005.safetensors"
     world.hub.fault("trickle", path=name, on="cdn", rate=60_000)
     first = hosts.start("rank0", timeout=1)
-    until(lambda: hosts.holder())
+    until(hosts.holder)
     second = hosts.start("rank1", timeout=1)
     until(lambda: written(world, name) > 100_000)
     assert hosts.holder()["host"] == "rank0"
@@ -225,7 +229,7 @@ def test_bytes_of_a_former_holder_that_come_late_are_not_in_the_file(world: Any,
     (world.dest / name).unlink()
     # Another host has begun, was not heard of any more, and still has the file open.
     other = lease.Lease(str(world.own("")), 20)
-    os.rename(world.own("lease/free"), world.own(f"lease/{other.token}.0"))
+    world.own("lease/free").rename(world.own(f"lease/{other.token}.0"))
     parts = world.own(f"holders/{other.token}/parts")
     parts.mkdir(parents=True)
     part = Part(str(parts), entry, Buffers())
@@ -318,7 +322,7 @@ def test_a_failure_leaves_the_lease_to_the_next(world: Any) -> None:
     world.hub.fault("missing", path=name, on="resolve", skip=1, times=None)
     with pytest.raises(module.fetch.FetchError):
         world.run(shared=True, options={"connections": 1, "retries": 0})
-    assert os.listdir(world.own("lease")) == ["free"]
+    assert names(world.own("lease")) == ["free"]
     world.hub.clear_faults()
     world.run(shared=True)
     assert world.held() == world.files
@@ -329,15 +333,15 @@ def test_a_lease_that_is_lost_in_the_middle_ends_the_run(world: Any) -> None:
     real = module.Checkpoint._check_room
 
     def rob(self: Any, wanted: Any) -> None:
-        (name,) = os.listdir(world.own("lease"))
-        os.rename(world.own(f"lease/{name}"), world.own("lease/other.0"))
+        (name,) = names(world.own("lease"))
+        world.own(f"lease/{name}").rename(world.own("lease/other.0"))
         real(self, wanted)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module.Checkpoint, "_check_room", rob)
         with pytest.raises(StorageError, match="another one has taken over the work"):
             world.run(shared=True)
-    assert os.listdir(world.own("lease")) == ["other.0"]
+    assert names(world.own("lease")) == ["other.0"]
     assert "model-00001-of-00005.safetensors" not in world.held()
 
 
@@ -376,7 +380,7 @@ def test_what_a_helper_says_of_another_file_is_not_believed(tmp_path: Path) -> N
     assert helper.help(path_of, lambda: False, lambda _count: None) == 3
     (tmp_path / "file1").write_bytes(b"x" * entries[1].size)
     told: list[str] = []
-    left = board.collect(entries, path_of, lambda entry, digest, _stats: told.append(entry.path), lambda: False)
+    left = board.collect(entries, path_of, lambda entry, _digest, _stats: told.append(entry.path), lambda: False)
     assert left == [entries[1]]
     assert told == ["file0", "file2"]
 
