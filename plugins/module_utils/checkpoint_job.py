@@ -27,7 +27,7 @@ from ansible_collections.baremetal.kimi_k3.plugins.module_utils.checkpoint_plan 
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils.exchange import Exchange
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils.hub import Hub, HubError, Nowhere, Source
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils.joint import Board
-from ansible_collections.baremetal.kimi_k3.plugins.module_utils.lease import Lease, copies_of, leased
+from ansible_collections.baremetal.kimi_k3.plugins.module_utils.lease import Lease, copies_of, leased, look_again
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils.listing import (
     PRIVATE_DIR,
     SUMMARY_NAME,
@@ -265,6 +265,7 @@ class Checkpoint:
                 pass
             lease.acquire(waits, meanwhile=self._help)
             self._lease = lease
+            self._look_again(lease)
             try:
                 yield
                 lease.renew()
@@ -276,6 +277,14 @@ class Checkpoint:
                 raise
             finally:
                 lease.release()
+
+    def _look_again(self, lease: Lease) -> None:
+        """See what others have done, and not what this host remembers of the time before."""
+        if lease.seen:
+            plan = Plan.stored(self._own("plan.json"))
+            files = [self._final(entry) for entry in plan.entries] if plan else []
+            for directory in sorted({self._dest, self._private, *map(os.path.dirname, files)}):
+                look_again(directory, lease.token)
 
     def _help(self, holder: str) -> None:
         """While another host is at work: hash a part of what it has to hash."""

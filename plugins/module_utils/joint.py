@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ansible_collections.baremetal.kimi_k3.plugins.module_utils.lease import look_again
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils.listing import Digest, Entry, ListingError, parse_stored
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils.receipts import (
     ChangedError,
@@ -60,6 +61,7 @@ class Board:
 
     def __init__(self, private: str, token: str, timeout: float) -> None:
         self._private = private
+        self._token = token
         self._directory = os.path.join(private, _DIRECTORY, token)
         self._timeout = timeout
         self._numbers: dict[str, int] = {}
@@ -105,6 +107,7 @@ class Board:
         before: list[str] = []
         since = time.monotonic()
         while left and not stopped():
+            look_again(self._directory, self._token)
             for entry in list(left):
                 told = read_json(self._result(entry))
                 if told is None:
@@ -116,7 +119,7 @@ class Board:
                     own.append(entry)
                 else:
                     done(entry, digest, stats)
-            names = sorted(os.listdir(self._directory))
+            names = sorted(name for name in os.listdir(self._directory) if not name.startswith("."))
             if names != before:
                 before, since = names, time.monotonic()
             elif time.monotonic() - since >= self._timeout:

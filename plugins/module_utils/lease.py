@@ -43,6 +43,19 @@ _DIRECTORY = "lease"
 _HOLDERS = "holders"
 _BEATS = 8  # in the time after which a holder is taken for gone
 _POLL = 0.5
+_TRIES = 10
+_LOOK = ".look."
+
+
+def look_again(directory: str, token: str) -> None:
+    """Make a client of a network file system ask what is in a directory.
+
+    It believes for up to a minute what it knew, also that a file is not there. That ends when it changes the directory.
+    """
+    path = os.path.join(directory, _LOOK + token)
+    with contextlib.suppress(OSError):
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600))
+        os.unlink(path)
 
 
 class LeaseLostError(StorageError):
@@ -57,7 +70,7 @@ def leased(private: str) -> bool:
 def held(private: str) -> bool:
     """Whether it is somebody's, dead or alive."""
     try:
-        return os.listdir(os.path.join(private, _DIRECTORY)) != [FREE]
+        return FREE not in os.listdir(os.path.join(private, _DIRECTORY))
     except OSError:
         return False
 
@@ -99,9 +112,10 @@ class Lease:
 
     def prepare(self) -> None:
         """Make the lease where there is none. It comes into being free, and whole."""
-        for _try in range(3):
+        for _try in range(_TRIES):
             if self._names():
                 return
+            self._sweep()
             own = f"{self._directory}.{self.token}"
             make_dirs(own)
             os.close(os.open(os.path.join(own, FREE), os.O_WRONLY | os.O_CREAT, 0o644))
@@ -112,6 +126,7 @@ class Lease:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
                     raise
                 shutil.rmtree(own, ignore_errors=True)
+                time.sleep(_POLL / _TRIES)
         if not self._names():
             raise StorageError(f"{self._directory} cannot be made: this file system does not rename directories.")
 
@@ -124,6 +139,8 @@ class Lease:
         """Wait until it is free or its holder is gone, for as long as the holder is heard of; C(meanwhile) may help."""
         watched, since = "", time.monotonic()
         while True:
+            for directory in (self._private, self._directory):
+                look_again(directory, self.token)
             name = self._current()
             if name == FREE:
                 if self._take(name):
@@ -156,9 +173,17 @@ class Lease:
 
     def _names(self) -> list[str]:
         try:
-            return os.listdir(self._directory)
+            return [name for name in os.listdir(self._directory) if not name.startswith(".")]
         except FileNotFoundError:
             return []
+
+    def _sweep(self) -> None:
+        """What somebody who was killed while looking has left, where the lease itself is not any more."""
+        with contextlib.suppress(OSError):
+            for name in os.listdir(self._directory):
+                # Nothing else: a lease that is being renamed may be in no listing.
+                if name.startswith(_LOOK):
+                    os.unlink(os.path.join(self._directory, name))
 
     def _current(self) -> str | None:
         """The name of the lease; nothing while it is being renamed."""

@@ -209,6 +209,23 @@ def test_a_file_system_that_is_silent_for_a_while(private: Path, monkeypatch: py
     first.release()
 
 
+def test_who_looks_changes_the_directory_and_leaves_nothing(private: Path) -> None:
+    one = of(private)
+    before = (private / "lease").stat().st_mtime_ns
+    module.look_again(str(private / "lease"), one.token)
+    assert (private / "lease").stat().st_mtime_ns > before
+    assert names(private) == [FREE]
+    module.look_again(str(private / "absent"), one.token)
+    # One that was killed while it looked.
+    (private / "lease" / ".look.dead").touch()
+    assert not module.held(str(private))
+    one.acquire()
+    assert module.held(str(private))
+    one.release()
+    (private / "lease" / FREE).unlink()
+    of(private, 0.2).acquire()
+
+
 @pytest.mark.parametrize("ruin", [lambda path: (path / FREE).unlink(), shutil.rmtree])
 def test_a_lease_that_somebody_removed_is_made_again(private: Path, ruin: Any) -> None:
     one = of(private, 0.2)
