@@ -272,7 +272,7 @@ class Checkpoint:
                 lease.bequeath()
                 joint.forget(self._private)
             except Exception as error:
-                if lease.lost:
+                if lease.gone():
                     raise StorageError(lease.reason) from error
                 raise
             finally:

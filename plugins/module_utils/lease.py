@@ -230,6 +230,12 @@ class Lease:
             self._on_lost()
             raise LeaseLostError(self.reason)
 
+    def gone(self) -> bool:
+        """Whether it was lost, also when nobody has noticed yet."""
+        with contextlib.suppress(LeaseLostError, OSError):
+            self.renew()
+        return self.lost
+
     @property
     def reason(self) -> str:
         return (

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -329,12 +330,16 @@ def test_a_failure_leaves_the_lease_to_the_next(world: Any) -> None:
     clean(world)
 
 
-def test_a_lease_that_is_lost_in_the_middle_ends_the_run(world: Any) -> None:
+@pytest.mark.parametrize("swept", [False, True])
+def test_a_lease_that_is_lost_in_the_middle_ends_the_run(world: Any, swept: bool) -> None:
     real = module.Checkpoint._check_room
 
     def rob(self: Any, wanted: Any) -> None:
         (name,) = names(world.own("lease"))
         world.own(f"lease/{name}").rename(world.own("lease/other.0"))
+        if swept:
+            shutil.rmtree(world.own("holders"))
+            world.own("holders").touch()
         real(self, wanted)
 
     with pytest.MonkeyPatch.context() as patch:
