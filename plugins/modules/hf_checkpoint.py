@@ -389,6 +389,11 @@ verified:
   returned: success
   type: str
   sample: receipt (hashed 2026-11-29T10:02:00Z)
+shared:
+  description: As O(shared).
+  returned: success
+  type: bool
+  sample: false
 plan:
   description: What was selected from the repository.
   returned: success
@@ -724,6 +729,7 @@ def result_of(request: Request, outcome: Outcome) -> dict[str, Any]:
         "linked": outcome.linked,
         "removed": outcome.removed,
         "verified": outcome.verified,
+        "shared": request.shared,
         "plan": outcome.plan.summary,
         "plan_digest": outcome.plan.plan_digest,
         "identity_digest": outcome.plan.identity_digest,
