@@ -17,15 +17,17 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils import checkpoint_plan as planning
-from ansible_collections.baremetal.kimi_k3.plugins.module_utils import fetch, revisions
+from ansible_collections.baremetal.kimi_k3.plugins.module_utils import fetch, joint, revisions
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils.checkpoint_plan import INDEX_NAME, Selection
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils.exchange import Exchange
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils.hub import Hub, HubError, Nowhere, Source
+from ansible_collections.baremetal.kimi_k3.plugins.module_utils.joint import Board
+from ansible_collections.baremetal.kimi_k3.plugins.module_utils.lease import Lease, copies_of, leased, look_again
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils.listing import (
     PRIVATE_DIR,
     SUMMARY_NAME,
@@ -46,6 +48,7 @@ from ansible_collections.baremetal.kimi_k3.plugins.module_utils.storage import (
     Lock,
     StorageError,
     check_filesystem,
+    host_id,
     human,
     locked,
     make_dirs,
@@ -93,6 +96,8 @@ class Request:
     verify_bytes: int = 0  # that a rolling proof reads at most, but for the last file; 0 is no limit
     options: fetch.Options = field(default_factory=fetch.Options)
     lock_timeout: float = 0.0
+    shared: bool = False  # other hosts work in the same directory
+    shared_timeout: float = 60.0  # of silence after which one of them is taken for gone
     allow_tmpfs: bool = False
     keep_revisions: int = 0  # beside each other, this one counted; 0 removes none
     protect: Sequence[str] = ()  # files that name revisions in use
@@ -176,12 +181,14 @@ class Checkpoint:
         self._dest = os.path.abspath(request.dest)
         self._private = os.path.join(self._dest, PRIVATE_DIR)
         self._index_path = self._own(INDEX_NAME)
-        self._receipts = Receipts(self._own("receipts.json"))
+        self._lease: Lease | None = None
+        self._receipts = self._book()
         self._progress = fetch.Progress()
         self._hashed: set[str] = set()
         self._found: dict[str, str] = {}  # digests of files that are wrong
         self._early: list[Entry] = []  # fetched before there was a plan
         self._warnings: list[str] = []
+        self._helped = 0  # files that other hosts have hashed for this one
         stage = request.scope == "stage"
         counts: tuple[int, ...] = ()
         if stage or request.pipeline_layers:
@@ -207,12 +214,11 @@ class Checkpoint:
         if self._request.check:
             return self._work()
         progress_path = self._own("progress.json")
-        lock = Lock(self._own("lock"), lambda: fetch.describe(read_json(progress_path)))
-        with locked(lock, self._request.lock_timeout, lambda holder: self._request.tell(f"waiting for {holder}")):
+        with self._alone(lambda: fetch.describe(read_json(progress_path))):
             self._request.tell("")
-            # Whoever had the lock before may have done it all.
-            self._receipts = Receipts(self._own("receipts.json"))
-            outcome = None if exchange else self.at_once()
+            # Whoever was at work before may have done it all.
+            self._receipts = self._book()
+            outcome = None if exchange else self.at_once() or self._jointly()
             if outcome is not None:
                 return outcome
             about = {
@@ -221,7 +227,7 @@ class Checkpoint:
                 "host": socket.gethostname(),
                 "pid": os.getpid(),
             }
-            self._progress = fetch.Progress(progress_path, about)
+            self._progress = fetch.Progress(progress_path, about, temporary=self._temporary("progress.tmp"))
             self._progress.begin("planning")
             with self._progress.reported(), exchange or contextlib.nullcontext():
                 try:
@@ -236,6 +242,72 @@ class Checkpoint:
                 self._progress.state = "done"
             return outcome
 
+    @contextlib.contextmanager
+    def _alone(self, state: Callable[[], str]) -> Iterator[None]:
+        """Be the only run in this directory."""
+        request = self._request
+
+        def waits(holder: str) -> None:
+            request.tell(f"waiting for {holder}")
+
+        lock = Lock(self._own("lock"), state)
+        if not (request.shared or leased(self._private)):
+            with locked(lock, request.lock_timeout, waits):
+                # A run that shares it looks for this lock once the lease is there: one of the two sees the other.
+                if not leased(self._private):
+                    yield
+                    return
+        lease = Lease(self._private, request.shared_timeout, state=state, on_lost=request.stop.set)
+        # Locks of other hosts may outlive these hosts, so each one has its own, and the lease is between them.
+        with locked(Lock(self._own(f"lock.{host_id()}"), state), request.lock_timeout, waits):
+            lease.prepare()
+            with locked(lock, request.lock_timeout, waits):
+                pass
+            lease.acquire(waits, meanwhile=self._help)
+            self._lease = lease
+            self._look_again(lease)
+            try:
+                yield
+                lease.renew()
+                lease.bequeath()
+                joint.forget(self._private)
+            except Exception as error:
+                if lease.gone():
+                    raise StorageError(lease.reason) from error
+                raise
+            finally:
+                lease.release()
+
+    def _look_again(self, lease: Lease) -> None:
+        """See what others have done, and not what this host remembers of the time before."""
+        if lease.seen:
+            plan = Plan.stored(self._own("plan.json"))
+            files = [self._final(entry) for entry in plan.entries] if plan else []
+            for directory in sorted({self._dest, self._private, *map(os.path.dirname, files)}):
+                look_again(directory, lease.token)
+
+    def _help(self, holder: str) -> None:
+        """While another host is at work: hash a part of what it has to hash."""
+        request = self._request
+
+        def begin(files: int) -> None:
+            request.tell(f"hashing a part of {files} files, another host hashes the others")
+
+        Board(self._private, holder, request.shared_timeout).help(self._final, request.stop.is_set, begin)
+
+    def _jointly(self) -> Outcome | None:
+        """The outcome when another host has hashed all of it while this one waited and helped."""
+        if self._request.verify != "full" or self._lease is None:
+            return None
+        proven = read_json(self._own("proven.json"))
+        if not isinstance(proven, dict) or proven.get("holder") not in self._lease.seen:
+            return None
+        outcome = self._by_receipts()
+        if outcome is None or outcome.plan.plan_digest != proven.get("plan_digest"):
+            return None
+        outcome.verified = f"sha256 (together with {proven.get('host')})"
+        return outcome
+
     def prepare(self) -> None:
         """Make sure that this is a place for a checkpoint."""
         check_filesystem(self._dest, self._request.allow_tmpfs)
@@ -246,8 +318,9 @@ class Checkpoint:
 
     def at_once(self) -> Outcome | None:
         """The outcome when receipts prove all of it."""
-        if self._request.verify != "receipt":
-            return None
+        return self._by_receipts() if self._request.verify == "receipt" else None
+
+    def _by_receipts(self) -> Outcome | None:
         plan = Plan.stored(self._own("plan.json"))
         if plan is None or plan.inputs != self._inputs:
             return None
@@ -317,7 +390,7 @@ class Checkpoint:
         outcome.before = self._describe(previous) if previous else {}
         outcome.after = self._describe(plan)
         if request.check:
-            outcome.fetched_bytes = sum(entry.size - fetch.journaled(self._private, entry) for entry in wanted)
+            outcome.fetched_bytes = sum(entry.size - fetch.journaled(self._work_directory, entry) for entry in wanted)
         elif wanted:
             self._fetch(wanted, names, sizes, outcome)
             outcome.replaced = [entry.path for entry in wanted if entry.path in wrong]
@@ -343,7 +416,7 @@ class Checkpoint:
         outcome.changed = bool(outcome.fetch or outcome.linked) or index_changed or summary_changed
         if not request.check:
             self._conclude(plan, summary_changed)
-            fetch.forget_parts(self._private, entries.values())
+            fetch.forget_parts(self._work_directory, entries.values())
         outcome.removed = self._remove_surplus()
         outcome.changed = outcome.changed or bool(outcome.removed)
         outcome.verified = self._verified(plan)
@@ -372,7 +445,7 @@ class Checkpoint:
             entries = self._request.hub.listing()
         if not self._request.check:
             files = [entry.as_dict() for entry in entries]
-            write_json(path, {**about, "endpoint": self._request.hub.endpoint, "files": files})
+            self._write(path, {**about, "endpoint": self._request.hub.endpoint, "files": files})
         return entries
 
     def _pristine(self, entry: Entry) -> bytes:
@@ -387,7 +460,8 @@ class Checkpoint:
                 self._early.append(entry)
             path = ""
         if path != self._index_path and not self._request.check:
-            write_atomic(self._index_path, data)
+            self._guard()
+            write_atomic(self._index_path, data, temporary=self._temporary("written.tmp"))
         self._offer(entry, self._index_path)
         return data
 
@@ -437,7 +511,8 @@ class Checkpoint:
         if data is None:
             data, digest = self._read(entry)
             if not self._request.check and not os.path.lexists(final):
-                write_atomic(final, data, temporary=self._own("early.tmp"))
+                self._guard()
+                write_atomic(final, data, temporary=self._temporary("early.tmp"))
                 self._record(entry, os.stat(final), digest, self._request.hub.name)
                 self._early.append(entry)
                 self._hashed.add(entry.path)
@@ -550,13 +625,32 @@ class Checkpoint:
                 if not self._request.check:
                     self._receipts.drop(entry.path)
 
-        hash_files(
-            [(self._final(entry), entry) for entry in entries],
-            done=done,
-            stopped=self._request.stop.is_set,
-            enough=lambda: seconds > 0 and time.monotonic() >= deadline,
-            advance=self._progress.count,
-        )
+        def hash_here(files: list[Entry], claim: Callable[[Entry], bool] = lambda _entry: True) -> list[Entry]:
+            return hash_files(
+                [(self._final(entry), entry) for entry in files],
+                done=done,
+                stopped=self._request.stop.is_set,
+                enough=lambda: seconds > 0 and time.monotonic() >= deadline,
+                advance=self._progress.count,
+                claim=claim,
+            )
+
+        if self._lease is None or seconds or self._request.check:
+            hash_here(entries)
+            return wrong
+        board = Board(self._private, self._lease.token, self._request.shared_timeout)
+        board.put_up(entries)
+        try:
+
+            def told(entry: Entry, digest: Any, stats: os.stat_result) -> None:
+                self._helped += 1
+                self._progress.count(entry.size)
+                done(entry, digest, stats)
+
+            others = hash_here(entries, board.claim)
+            hash_here(board.collect(others, self._final, told, self._request.stop.is_set))
+        finally:
+            board.take_down()
         return wrong
 
     def _refuse_to_fetch(self, plan: Plan, wanted: list[Entry]) -> None:
@@ -582,7 +676,7 @@ class Checkpoint:
             raise StructureError(f"{entry.path} of {self._request.repository}: {error}") from error
 
     def _check_room(self, wanted: list[Entry]) -> None:
-        missing = sum(entry.size - fetch.allocated(self._private, entry) for entry in wanted)
+        missing = sum(entry.size - fetch.allocated(self._work_directory, entry) for entry in wanted)
         reason = why_no_room(self._dest, missing)
         if reason and self._request.check:
             self._warnings.append(reason)
@@ -618,6 +712,9 @@ class Checkpoint:
             stop=self._request.stop,
             done=done,
             exchange=exchange,
+            work=self._work_directory,
+            copies=copies_of(self._lease.inherited) if self._lease else (),
+            guard=self._guard,
         )
         fetcher.run(tasks)
         outcome.peer_bytes = sum(task.near for task in tasks)
@@ -632,7 +729,8 @@ class Checkpoint:
         if self._request.check:
             return differs
         if differs:
-            write_atomic(path, content, temporary=self._own("written.tmp"))
+            self._guard()
+            write_atomic(path, content, temporary=self._temporary("written.tmp"))
         if not self._receipts.matches(INDEX_NAME, path, plan.index):
             digest = Digest(plan.index)
             digest.update(content)
@@ -642,14 +740,17 @@ class Checkpoint:
     def _conclude(self, plan: Plan, summary_changed: bool) -> None:
         path = self._own("plan.json")
         if read_json(path) != plan.as_dict():
-            write_json(path, plan.as_dict())
+            self._write(path, plan.as_dict())
         everything = all(entry.path in self._hashed for entry in plan.entries)
         if summary_changed or everything or self._request.verify == "rolling":
             times = [receipt["hashed"] for entry in plan.entries if (receipt := self._receipts.get(entry.path))]
             proven = utc_now() if everything else min(times, default=utc_now())
             verify = "full" if everything else self._request.verify
             summary = {**self._essence(plan), "proven": proven, "verify": verify}
-            write_json(self._summary_path, summary, temporary=self._own("written.tmp"))
+            self._write(self._summary_path, summary)
+        if self._lease and everything and self._request.verify == "full":
+            about = {"holder": self._lease.token, "host": socket.gethostname(), "plan_digest": plan.plan_digest}
+            self._write(self._own("proven.json"), about)
 
     # Other revisions beside this one
 
@@ -658,7 +759,7 @@ class Checkpoint:
 
         def linked(entry: Entry, stats: os.stat_result, receipt: dict[str, Any], revision: str) -> None:
             self._receipts.adopt(entry.path, stats, receipt, f"revision {revision}")
-            fetch.forget_part(self._private, entry)
+            fetch.forget_part(self._work_directory, entry)
             self._offer(entry, self._final(entry))
 
         if not wanted:
@@ -667,7 +768,7 @@ class Checkpoint:
             self._dest,
             self._request.repository,
             [entry for entry in wanted if entry.path not in wrong],
-            temporary=self._own("link.tmp"),
+            temporary=self._temporary("link.tmp"),
             dry=self._request.check,
             linked=linked,
         )
@@ -700,6 +801,27 @@ class Checkpoint:
     def _own(self, name: str) -> str:
         return os.path.join(self._private, name)
 
+    @property
+    def _work_directory(self) -> str:
+        """Where this run alone writes: of several hosts in one directory, each has its own."""
+        return self._lease.work if self._lease else self._private
+
+    def _temporary(self, name: str) -> str:
+        return os.path.join(self._work_directory, name)
+
+    def _guard(self) -> None:
+        """Fail when another host is at work in the place of this one."""
+        if self._lease:
+            self._lease.renew()
+
+    def _book(self) -> Receipts:
+        temporary = self._temporary("receipts.tmp")
+        return Receipts(self._own("receipts.json"), temporary=temporary, guard=self._guard)
+
+    def _write(self, path: str, value: Any) -> None:
+        self._guard()
+        write_json(path, value, temporary=self._temporary("written.tmp"))
+
     def _final(self, entry: Entry) -> str:
         return os.path.join(self._dest, entry.path)
 
@@ -728,7 +850,8 @@ class Checkpoint:
         times = sorted(receipt["hashed"] for receipt in receipts if receipt)
         parts = []
         if now:
-            parts.append("sha256" if not times else f"sha256 for {len(now)} files")
+            words = "sha256" if not times else f"sha256 for {len(now)} files"
+            parts.append(f"{words} ({self._helped} of them by another host)" if self._helped else words)
         if times:
             parts.append(f"receipt (hashed {times[0]})" if not now else f"receipt for {len(times)} (hashed {times[0]})")
         return ", ".join(parts) or "not yet"

@@ -7,6 +7,9 @@ Both begin at opposite ends of the list. Before a host fetches a file from outsi
 which says whether it has it, is at it, or does not mind. Who cannot be reached does not mind: a host alone fetches all
 of it by itself. Files go by their content, which is proven on arrival like any other; the token only keeps strangers
 out. The server is part of the run and ends with it.
+
+A host waits for another one only as long as it reaches it itself: one that is heard, but cannot be reached, as behind a
+firewall, can neither give anything nor be asked how far it is.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import http.client
 import json
 import os
 import re
+import secrets
 import socket
 import socketserver
 import threading
@@ -42,6 +46,9 @@ _GREETING = 15.0
 _MAX_BODY = 4096
 _MAX_STATE = 16 << 20
 _SENDFILE = 1 << 26
+_MAX_CONNECTIONS = 256
+_FORGET = 4 * _CALL_TIMEOUT  # a claim that the other side does not speak of for so long is none
+_RUN = "X-Run"
 _LIMIT = 12 * 3600.0  # seconds that a finished host stays for the other one, whatever that says
 _RANGE = re.compile(r"bytes=(\d+)-")
 
@@ -59,6 +66,7 @@ class Peer(Hub):
     def __init__(self, url: str, token: str, *, timeout: float = 30.0, stop: threading.Event) -> None:
         super().__init__(url, "", "", token=token, timeout=timeout, retries=0, stop=stop, use_proxy=False)
         self.name = f"peer {urlsplit(url).hostname}"
+        self.run = secrets.token_hex(8)  # what tells this run from the other one's
 
     def open(self, entry: Entry, offset: int) -> Response:
         return self.fetch(f"{self.endpoint}/file/{key_of(entry)}", entry, offset)
@@ -66,7 +74,7 @@ class Peer(Hub):
     def call(self, path: str, value: dict[str, Any] | None = None) -> dict[str, Any]:
         """Ask or tell something; an OSError when there is no answer."""
         data = json.dumps(value).encode() if value is not None else None
-        headers = {"Authorization": f"Bearer {self._token}", "Content-Type": "application/json"}
+        headers = {"Authorization": f"Bearer {self._token}", "Content-Type": "application/json", _RUN: self.run}
         try:
             response = self._session.open(
                 "POST" if data is not None else "GET",
@@ -112,16 +120,19 @@ class Exchange:
         self._lock = threading.Condition()
         self._here: dict[str, str] = {}  # content -> path
         self._claims: dict[str, bool] = {}  # content -> whether the other side has agreed
-        self._theirs: set[str] = set()  # what the other side is at
+        self._theirs: dict[str, float] = {}  # what the other side is at, and when it last said so
         self._has: set[str] = set()  # what the other side has
         self._ready = self._finished = False
         self._their_end = False
         self._began = time.monotonic()
-        self._heard: float | None = None
+        self._heard: float | None = None  # when it last said anything
+        self._reached = self._began  # when it last answered
         self._closed = threading.Event()
         self._threads: list[threading.Thread] = []
 
     def __enter__(self) -> Exchange:
+        # It may have waited long for another run in the same place.
+        self._began = self._reached = time.monotonic()
         try:
             self._server = _Server(self._address, self)
         except OSError as error:
@@ -166,7 +177,7 @@ class Exchange:
         """Whether the other side is known to be at it, so that there is no use in asking."""
         key = key_of(entry)
         with self._lock:
-            return key in self._theirs and key not in self._has
+            return key in self._theirs and key not in self._has and not self._out_of_reach()
 
     def claim(self, entry: Entry, *, early: bool = False) -> str:
         """Whether to fetch this file from outside (granted), from the peer (here), or to wait (taken).
@@ -177,6 +188,9 @@ class Exchange:
         with self._lock:
             if self._claims.get(key):
                 return GRANTED
+            if self._out_of_reach():
+                self._claims[key] = True
+                return GRANTED
             if key in self._has:
                 return HERE
             if key in self._theirs:
@@ -184,8 +198,9 @@ class Exchange:
             # Ours before asking: when both ask at once, the first one's claim is the older one.
             self._claims[key] = False
         try:
-            answer = self.peer.call("/claim", {"key": key, "early": early}).get("answer")
-            self._hear()
+            question = {"key": key, "early": early, "first": self.first}
+            answer = self.peer.call("/claim", question).get("answer")
+            self._reach()
         except OSError:
             # Both begin at about the same time: one that has not come yet is given a moment.
             late = self._heard is None and time.monotonic() - self._began < min(_GREETING, self._timeout)
@@ -199,7 +214,7 @@ class Exchange:
                 self._has.add(key)
                 return HERE
             if answer != _LATER:
-                self._theirs.add(key)
+                self._theirs[key] = time.monotonic()
             return TAKEN
 
     def read(self, entry: Entry, outside: Callable[[Entry], tuple[bytes, Digest]]) -> tuple[bytes, Digest]:
@@ -238,19 +253,21 @@ class Exchange:
 
     # What the other side says
 
-    def answer(self, key: str, early: bool = False) -> str:
-        """The answer to a claim of the other side."""
+    def answer(self, key: str, early: bool = False, first: bool | None = None, run: str = "") -> str:
+        """The answer to a claim of the other side, which says whether it is the first one, and which run it is."""
+        # Two that both are, or both are not, still have to agree.
+        mine = self.first if first is not self.first else self.run < run
         with self._lock:
             if key in self._here:
                 return HERE
             if not (self._ready or early):
                 return _LATER
             agreed = self._claims.get(key)
-            if agreed or (agreed is False and self.first):
+            if agreed or (agreed is False and mine):
                 return TAKEN
-            # Both asked at once and this is not the first host: the claim is given up.
+            # Both asked at once and it is not this one's turn: the claim is given up.
             self._claims.pop(key, None)
-            self._theirs.add(key)
+            self._theirs[key] = time.monotonic()
             return GRANTED
 
     def path_of(self, key: str) -> str | None:
@@ -284,6 +301,18 @@ class Exchange:
 
     heard = _hear
 
+    def _reach(self) -> None:
+        self._hear()
+        with self._lock:
+            self._reached = time.monotonic()
+
+    def _out_of_reach(self) -> bool:
+        return time.monotonic() - self._reached >= self._timeout
+
+    @property
+    def run(self) -> str:
+        return self.peer.run
+
     def _watch(self) -> None:
         """Keep up with the other side."""
         while not self._closed.wait(_POLL):
@@ -292,18 +321,19 @@ class Exchange:
                 here, at = set(map(str, state["here"])), set(map(str, state["at"]))
             except (OSError, KeyError, TypeError):
                 with self._lock:
-                    since = self._began if self._heard is None else self._heard
-                    if time.monotonic() - since >= self._timeout:
-                        # Gone: what it was at is free again.
+                    if self._out_of_reach():
+                        # Gone, or as good as gone: what it was at is free again.
                         self._theirs.clear()
                         self._has.clear()
                         self._lock.notify_all()
                 continue
-            self._hear()
+            self._reach()
+            now = time.monotonic()
             with self._lock:
                 self._has = here
                 # A claim that it makes at this moment may be in neither of the two yet.
-                self._theirs = (self._theirs | at) - here
+                said = {**self._theirs, **dict.fromkeys(at, now)}
+                self._theirs = {key: when for key, when in said.items() if key not in here and now - when < _FORGET}
                 self._their_end = self._their_end or bool(state.get("finished"))
                 if self._their_end:
                     self._theirs.clear()
@@ -320,12 +350,18 @@ class _Server(ThreadingHTTPServer):
         self._guard = threading.Lock()
         family, _type, _protocol, _name, where = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]
         self.address_family = family
-        super().__init__(where[:2], _Handler)
+        # All of it: a link-local address is none without its interface.
+        super().__init__(where, _Handler)
 
     def server_bind(self) -> None:
         # HTTPServer would ask a name server who this host is, which may hang.
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
+
+    def verify_request(self, *_: Any) -> bool:
+        """Not more at once than the other host can need, whoever they are from."""
+        with self._guard:
+            return len(self._connections) < _MAX_CONNECTIONS
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A peer that goes away is no news here."""
@@ -386,8 +422,12 @@ class _Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(length))
         try:
             value = json.loads(body)
-            if self.path == "/claim":
-                self._json({"answer": exchange.answer(str(value["key"]), bool(value.get("early")))})
+            if not isinstance(value, dict):
+                self._plain(400)
+            elif self.path == "/claim":
+                early, first = bool(value.get("early")), value.get("first")
+                run = self.headers.get(_RUN) or ""
+                self._json({"answer": exchange.answer(str(value["key"]), early, first, run)})
             elif self.path == "/finished":
                 exchange.end_of_peer()
                 self._json({"finished": exchange.finished})
@@ -399,10 +439,14 @@ class _Handler(BaseHTTPRequestHandler):
     def _allowed(self) -> Exchange | None:
         exchange = self.server.exchange
         given = (self.headers.get("Authorization") or "").encode("latin-1", "replace")
-        if hmac.compare_digest(given, f"Bearer {exchange._token}".encode()):
+        if not hmac.compare_digest(given, f"Bearer {exchange._token}".encode()):
+            self._plain(401)
+        elif self.headers.get(_RUN) == exchange.run:
+            # Two names of one host: it would wait for itself.
+            self._plain(421)
+        else:
             exchange.heard()
             return exchange
-        self._plain(401)
         return None
 
     def _plain(self, status: int) -> None:

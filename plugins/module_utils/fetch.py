@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import hashlib
 import os
 import threading
@@ -39,6 +38,7 @@ from ansible_collections.baremetal.kimi_k3.plugins.module_utils.pace import WIND
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils.receipts import StoppedError
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils.storage import (
     FILE_MODE,
+    boot_id,
     duration,
     human,
     make_dirs,
@@ -102,6 +102,7 @@ class Progress:
     files_total: int = 0
     files_done: int = 0
     connections: int = 0
+    temporary: str | None = None
     _active: dict[str, list[int]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _writing: threading.Lock = field(default_factory=threading.Lock)
@@ -173,7 +174,7 @@ class Progress:
             return
         # A full disk must not end the run for the sake of its report.
         with self._writing, contextlib.suppress(OSError):
-            write_json(self.path, self.snapshot(), lasting=False)
+            write_json(self.path, self.snapshot(), lasting=False, temporary=self.temporary)
 
     @contextlib.contextmanager
     def reported(self) -> Any:
@@ -269,6 +270,37 @@ class Part:
             self._file.drop(done)
         tail = self.position - self._base
         self._buffer[:tail] = bytes(self._buffer[count - tail : count])
+
+    def copy(
+        self, parts: str, digest: Digest, advance: Callable[[int], None], stop: threading.Event, options: Options
+    ) -> None:
+        """Begin with what somebody else has of the file, who may still write to it: what is hashed is what is kept."""
+        path = part_path(parts, self.entry)
+        try:
+            there = min(read_journal(path + ".journal"), os.stat(path).st_size, self.entry.size)
+            other = DirectFile(path, os.O_RDONLY | os.O_NOFOLLOW)
+        except OSError:
+            return
+        try:
+            while self.position < there:
+                if stop.is_set():
+                    raise StoppedError
+                count = min(other.read(self._buffer, self.position), there - self.position)
+                if not count:
+                    break
+                digest.update(self._buffer[:count])
+                self.took(count)
+                advance(count)
+                self.store(options)
+                if self.position != self._base:
+                    break  # less than a block, which is the end of what is there
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            # It went away: what has been read of it is right.
+        finally:
+            other.close()
+        forget_part_in(parts, self.entry)
 
     def restart(self) -> None:
         with self._lock:
@@ -381,16 +413,6 @@ class Part:
             os.unlink(self.journal)
 
 
-@functools.cache
-def boot_id() -> str:
-    """What no two boots of any hosts have in common."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as stream:
-            return stream.read().strip()
-    except OSError:
-        return "unknown"
-
-
 def flat_name(entry: Entry) -> str:
     """A name for one content of one path, in one directory with all others."""
     identity = hashlib.sha256(f"{entry.path}\0{entry.size}\0{entry.digest}".encode()).hexdigest()[:12]
@@ -430,7 +452,11 @@ def journaled(directory: str, entry: Entry) -> int:
 
 def forget_part(directory: str, entry: Entry) -> None:
     """Remove what was fetched of a file that is here by other means."""
-    path = part_path(parts_dir(directory), entry)
+    forget_part_in(parts_dir(directory), entry)
+
+
+def forget_part_in(parts: str, entry: Entry) -> None:
+    path = part_path(parts, entry)
     for name in (path, path + ".journal"):
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name)
@@ -492,11 +518,17 @@ class Fetcher:
         stop: threading.Event,
         done: Callable[[Task, os.stat_result, Digest, str, Any], None],
         exchange: Exchange | None = None,
+        work: str | None = None,
+        copies: Sequence[str] = (),
+        guard: Callable[[], None] = lambda: None,
     ) -> None:
         self._sources = sources
         self._exchange = exchange
         self._directory = directory
-        self._parts = parts_dir(directory)
+        self._work_directory = work or directory  # for half fetched files
+        self._parts = parts_dir(self._work_directory)
+        self._copies = copies  # directories with half fetched files of others
+        self._guard = guard  # raises when this run may not give a file its name
         self._bad = os.path.join(directory, "bad")
         self._options = options
         self._progress = progress
@@ -649,7 +681,7 @@ class Fetcher:
             raise FetchError(f"{task.entry.path}: {error}") from error
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                missing = task.entry.size - allocated(self._directory, task.entry)
+                missing = task.entry.size - allocated(self._work_directory, task.entry)
                 raise FetchError(
                     f"{task.entry.path}: no room left on the file system of {task.final} "
                     f"({human(missing)} of this file are missing). Make room and run again: what is there is kept."
@@ -685,6 +717,7 @@ class Fetcher:
                     raise FetchError(
                         f"{entry.path} has the digest of the listing, but {error}. The bytes are in {rejected}."
                     ) from error
+                self._guard()
                 stats = part.finish(task.final, replaced_path(self._directory, entry))
             finally:
                 part.close()
@@ -722,8 +755,15 @@ class Fetcher:
         part = Part(self._parts, entry, self._buffers)
         digest = Digest(entry)
         self._progress.open(entry, 0)
+
+        def advance(count: int) -> None:
+            self._progress.advance(entry, count, fetched=False)
+
         try:
-            part.rehash(digest, lambda count: self._progress.advance(entry, count, fetched=False), self._stop)
+            part.rehash(digest, advance, self._stop)
+            for parts in self._copies:
+                if not part.position:
+                    part.copy(parts, digest, advance, self._stop, self._options)
         except BaseException:
             part.close()
             raise

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from ansible_collections.baremetal.kimi_k3.plugins.module_utils import lease
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils.listing import PRIVATE_DIR, SUMMARY_NAME, Entry
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils.receipts import Receipts
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils.storage import (
@@ -52,7 +53,7 @@ class Revision:
         """Whether nobody else is at work in it, which then stays so."""
         try:
             with locked(Lock(os.path.join(self.private, "lock")), 0):
-                yield True
+                yield not lease.held(self.private)
         except (StorageError, FileNotFoundError):
             yield False
 

@@ -157,7 +157,7 @@ options:
     default: 8
   verify:
     description:
-      - How to prove files that were proven before.
+      - How to prove files that were proven before. With O(shared), hosts that run at the same time hash a part each.
       - With V(receipt), by their receipts; a file is hashed again when anything about it has changed.
       - With V(rolling), by their receipts, and of those by hashing the ones that were hashed longest ago, until
         O(verify_seconds) or O(verify_bytes) are used up. In this way every byte is read again over a number of runs.
@@ -184,6 +184,23 @@ options:
         interrupted. What it has fetched need not be fetched again.
     type: int
     default: 3600
+  shared:
+    description:
+      - Other hosts see the same O(dest) on a shared file system and run this module at the same time. One of them
+        fetches, the others wait, help it to hash what has to be hashed, and take over its work when it is gone.
+      - Nothing is asked of the file system but that renaming a file is done once, by one of two hosts. Where O(dest) is
+        not shared after all, every host does all the work in its own.
+      - All hosts have to say so, and to hold the same. With O(scope=stage), O(stages) has to be empty, since there is
+        one index for all of them.
+    type: bool
+    default: false
+  shared_timeout:
+    description:
+      - Seconds of silence after which the host that does the work is taken for gone, by the clock of the one that
+        waits. To be longer than the shared file system is ever silent itself.
+      - While it is heard of, it is waited for without limit.
+    type: int
+    default: 60
   allow_tmpfs:
     description: Accept a O(dest) in memory, which is otherwise refused.
     type: bool
@@ -368,10 +385,15 @@ removed:
 verified:
   description:
     - How the files are proven. V(sha256) means that every byte was hashed in this run; V(receipt) comes with the time
-      at which the oldest of them was.
+      at which the oldest of them was. With O(shared), it says which part other hosts had in it.
   returned: success
   type: str
   sample: receipt (hashed 2026-11-29T10:02:00Z)
+shared:
+  description: As O(shared).
+  returned: success
+  type: bool
+  sample: false
 plan:
   description: What was selected from the repository.
   returned: success
@@ -477,6 +499,7 @@ from ansible_collections.baremetal.kimi_k3.plugins.module_utils.hub import (
     Nowhere,
     parse_token,
 )
+from ansible_collections.baremetal.kimi_k3.plugins.module_utils.storage import host_id
 
 ARGUMENT_SPEC: dict[str, dict[str, Any]] = {
     "repository": {"type": "str", "required": True},
@@ -505,6 +528,8 @@ ARGUMENT_SPEC: dict[str, dict[str, Any]] = {
     "verify_bytes": {"type": "int", "default": 0},
     "assumed_rate": {"type": "int", "default": 300_000_000},
     "lock_timeout": {"type": "int", "default": 3600},
+    "shared": {"type": "bool", "default": False},
+    "shared_timeout": {"type": "int", "default": 60},
     "allow_tmpfs": {"type": "bool", "default": False},
     "keep_revisions": {"type": "int", "default": 0},
     "protect": {"type": "list", "elements": "path", "default": []},
@@ -539,6 +564,7 @@ _AT_LEAST = {
     "timeout": 1,
     "retries": 0,
     "lock_timeout": 0,
+    "shared_timeout": 1,
 }
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 _REVISION = re.compile(r"[0-9a-f]{40}")
@@ -558,6 +584,42 @@ def check_parameters(params: dict[str, Any]) -> str | None:
     for name, least in _AT_LEAST.items():
         if params[name] < least:
             return f"{name} must be {least} or more, not {params[name]}."
+    if params["shared"]:
+        return check_shared(params)
+    if params["exchange"]:
+        return check_exchange(params["exchange"])
+    return None
+
+
+def check_shared(params: dict[str, Any]) -> str | None:
+    if params["exchange"]:
+        return "exchange is for hosts with a dest each, and shared for hosts with one dest: set one of the two."
+    if params["keep_revisions"]:
+        return (
+            "keep_revisions must be 0 with shared, since a host cannot see which revisions the others use: "
+            "remove old ones by hand."
+        )
+    if params["scope"] == "stage" and params["stages"]:
+        return (
+            f"stages must be empty with shared, not {params['stages']}: one directory has one index, "
+            "so it has to hold what all hosts need."
+        )
+    return None
+
+
+def check_exchange(options: dict[str, Any]) -> str | None:
+    places = {name: options[name].strip("[] ").lower() for name in ("address", "peer")}
+    for name, place in places.items():
+        if place in ("", "*", "0.0.0.0", "::"):  # noqa: S104  (refused)
+            return f"exchange.{name} must be the address of one host, not {options[name]!r}."
+    if places["address"] == places["peer"]:
+        return f"exchange.address and exchange.peer are both {options['peer']}: a host cannot exchange with itself."
+    if not 0 < options["port"] < 65536:
+        return f"exchange.port must be a TCP port, 1 to 65535, not {options['port']}."
+    if not options["token"] or not options["token"].isascii() or not options["token"].isprintable():
+        return "exchange.token must be printable ASCII and not empty."
+    if options["timeout"] < 1:
+        return f"exchange.timeout must be 1 or more, not {options['timeout']}."
     return None
 
 
@@ -624,6 +686,8 @@ def request_of(params: dict[str, Any], check: bool, token: str | None, stop: thr
             min_rate_seconds=params["min_rate_seconds"],
         ),
         lock_timeout=params["lock_timeout"],
+        shared=params["shared"],
+        shared_timeout=params["shared_timeout"],
         allow_tmpfs=params["allow_tmpfs"],
         keep_revisions=params["keep_revisions"],
         protect=params["protect"],
@@ -633,11 +697,12 @@ def request_of(params: dict[str, Any], check: bool, token: str | None, stop: thr
 
 
 def exchange_of(options: dict[str, Any], timeout: float, stop: threading.Event) -> Exchange:
-    host = f"[{options['peer']}]" if ":" in options["peer"] else options["peer"]
+    host = options["peer"].strip("[] ")
+    host = f"[{host}]" if ":" in host else host
     peer = Peer(f"http://{host}:{options['port']}", options["token"], timeout=timeout, stop=stop)
     return Exchange(
         peer,
-        address=options["address"],
+        address=options["address"].strip("[] "),
         port=options["port"],
         token=options["token"],
         first=options["first"],
@@ -664,6 +729,7 @@ def result_of(request: Request, outcome: Outcome) -> dict[str, Any]:
         "linked": outcome.linked,
         "removed": outcome.removed,
         "verified": outcome.verified,
+        "shared": request.shared,
         "plan": outcome.plan.summary,
         "plan_digest": outcome.plan.plan_digest,
         "identity_digest": outcome.plan.identity_digest,
@@ -720,8 +786,8 @@ def finished(params: dict[str, Any], request: Request, outcome: Outcome, diff: b
 
 
 def job_of(params: dict[str, Any]) -> Job:
-    """The work's name: the same for the same options."""
-    name = digest_of({key: value for key, value in params.items() if key not in _MANNER})[:12]
+    """The work's name: the same for the same options on the same host."""
+    name = digest_of({**{key: value for key, value in params.items() if key not in _MANNER}, "host": host_id()})[:12]
     return Job(os.path.join(private_dir(params["dest"]), "runs"), name)
 
 

@@ -9,73 +9,25 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 
 testinfra_hosts = ["ansible://rank0"]
 
-ROOT = Path(__file__).resolve().parents[3]
-INVENTORY = ROOT / "inventory" / "lab" / "hosts.yml"
 SCENARIO = "/srv/scenario-checkpoint"
 PORT = 29551
-PLAY = """
-- hosts: kimi_k3
-  gather_facts: false
-  any_errors_fatal: true
-  tasks:
-    - ansible.builtin.import_role: {name: baremetal.kimi_k3.checkpoint}
-"""
-
-
-class Play:
-    """The role on both hosts, by the command line that a person would use."""
-
-    def __init__(self, folder):
-        self.file = folder / "play.yml"
-        self.file.write_text(PLAY)
-
-    def command(self, *arguments, **variables):
-        values = {
-            "checkpoint_root": f"{SCENARIO}/both",
-            "checkpoint_scope": "all",
-            "checkpoint_layers": 6,
-            "checkpoint_pipeline_layers": [4, 2],
-            **variables,
-        }
-        return [
-            *(sys.executable, "-m", "ansible", "playbook", "-i", str(INVENTORY), str(self.file)),
-            *("-e", json.dumps(values), *arguments),
-        ]
-
-    def run(self, *arguments, **variables):
-        done = subprocess.run(
-            self.command(*arguments, **variables),
-            cwd=ROOT,
-            env={**os.environ, "ANSIBLE_FORCE_COLOR": "0", "ANSIBLE_NOCOLOR": "1"},
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=300,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
 
 
 @pytest.fixture
-def play(tmp_path, host):
-    hosts = [host.get_host(f"ansible://{name}", ansible_inventory=str(INVENTORY)) for name in ("rank0", "rank1")]
-
+def play(both):
     def clean():
-        for each in hosts:
+        for each in both.hosts:
             each.check_output(f"rm -rf {SCENARIO}/both")
 
     clean()
-    play = Play(tmp_path)
-    play.hosts = hosts
-    yield play
+    both.variables = {"checkpoint_root": f"{SCENARIO}/both"}
+    yield both
     clean()
 
 
@@ -93,39 +45,25 @@ def wrong(play, variables):
     return found
 
 
-def sent(hub):
-    """Bytes of each file that left the hub."""
-    total = {}
-    for where in ("cdn", "resolve"):
-        for line in hub.requests(where):
-            total[line["path"]] = total.get(line["path"], 0) + line["bytes"]
-    return total
-
-
-def sizes(hub, variables):
-    path = f"/api/models/{variables['checkpoint_repository']}/tree/{variables['checkpoint_revision']}?recursive=true"
-    return {item["path"]: item["size"] for item in hub.get(path) if item["type"] == "file"}
-
-
 def test_each_byte_crosses_the_uplink_once(play, hub, variables):
-    union = sizes(hub, variables)
+    union = hub.sizes(variables)
     hub.forget()
     output = play.run()
-    assert sent(hub) == union, "1.0 times the union of what both need"
+    assert hub.sent() == union, "1.0 times the union of what both need"
     assert wrong(play, variables) == []
     for each in play.hosts:
         assert f":{PORT} " not in each.check_output("cat /proc/net/tcp /proc/net/tcp6") + each.run("ss -ltn").stdout
     hub.forget()
     output = play.run()
     assert "changed=1" not in output
-    assert sent(hub) == {}
+    assert hub.sent() == {}
 
 
 def test_without_exchange_it_crosses_twice(play, hub, variables):
-    union = sizes(hub, variables)
+    union = hub.sizes(variables)
     hub.forget()
     play.run(checkpoint_exchange="never")
-    assert sent(hub) == {path: 2 * size for path, size in union.items()}
+    assert hub.sent() == {path: 2 * size for path, size in union.items()}
 
 
 def test_a_host_that_lost_its_disk_takes_all_from_the_other(play, hub, variables):
@@ -133,7 +71,7 @@ def test_a_host_that_lost_its_disk_takes_all_from_the_other(play, hub, variables
     play.hosts[1].check_output(f"rm -rf {SCENARIO}/both")
     hub.forget()
     play.run()
-    assert {path for path in sent(hub) if path.endswith(".safetensors")} == set()
+    assert {path for path in hub.sent() if path.endswith(".safetensors")} == set()
     assert wrong(play, variables) == []
 
 
@@ -141,7 +79,7 @@ def test_the_controller_dies_and_the_next_run_attaches(play, hub, variables):
     shard = "model-00003-of-00016.safetensors"
     hub.fault("stall", path=shard, on="cdn", after=100_000, seconds=20)
     command = play.command("--limit", "rank0", checkpoint_exchange="never")
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, start_new_session=True) as controller:
+    with subprocess.Popen(command, cwd=play.root, stdout=subprocess.DEVNULL, start_new_session=True) as controller:
         deadline = time.monotonic() + 60
         while not hub.requests("cdn", shard):
             assert time.monotonic() < deadline
@@ -155,7 +93,7 @@ def test_the_controller_dies_and_the_next_run_attaches(play, hub, variables):
 
 
 def test_check_mode_says_how_long_it_would_take(play, hub, variables):
-    union = sizes(hub, variables)
+    union = hub.sizes(variables)
     output = play.run("--check", checkpoint_assumed_rate=1_000_000)
     for name in ("rank0", "rank1"):
         (line,) = [line for line in output.splitlines() if line.startswith(f"{name}: would fetch ")]

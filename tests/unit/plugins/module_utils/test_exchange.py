@@ -42,12 +42,19 @@ def port() -> int:
 def side(port: int) -> Callable[..., Exchange]:
     """One side of an exchange, by its number."""
 
-    def function(number: int, token: str = TOKEN, timeout: float = 20, stop: threading.Event | None = None) -> Exchange:
+    def function(
+        number: int,
+        *,
+        token: str = TOKEN,
+        timeout: float = 20,
+        stop: threading.Event | None = None,
+        first: bool | None = None,
+        peer: str | None = None,
+    ) -> Exchange:
         stop = stop or threading.Event()
-        peer = Peer(f"http://{HOSTS[1 - number]}:{port}", token, timeout=5, stop=stop)
-        return Exchange(
-            peer, address=HOSTS[number], port=port, token=token, first=number == 0, timeout=timeout, stop=stop
-        )
+        other = Peer(f"http://{peer or HOSTS[1 - number]}:{port}", token, timeout=5, stop=stop)
+        first = number == 0 if first is None else first
+        return Exchange(other, address=HOSTS[number], port=port, token=token, first=first, timeout=timeout, stop=stop)
 
     return function
 
@@ -173,7 +180,112 @@ def test_a_port_that_is_taken_is_warned_of(world: Any, pair: Pair, port: int) ->
     assert f"127.0.0.1 port {port} cannot be listened on" in warning
 
 
+def test_a_host_that_cannot_be_reached_keeps_nobody_waiting(world: Any, pair: Pair, port: int) -> None:
+    """Its port is taken, or behind a firewall: it asks and takes, but can give nothing."""
+    with socket.socket() as other:
+        other.bind((HOSTS[0], port))
+        other.listen()
+        pair.both(timeout=1.5)
+    for number in (0, 1):
+        assert not isinstance(pair.outcomes[number], Exception), pair.outcomes[number]
+        assert pair.held(number) == world.files
+    assert len(pair.outcomes[0].warnings) == 1
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_two_that_think_the_same_of_their_order_agree(
+    world: Any, pair: Pair, side: Callable[..., Exchange], first: bool
+) -> None:
+    pair.side = lambda number, **options: side(number, first=first, **options)
+    pair.both()
+    for number in (0, 1):
+        assert pair.held(number) == world.files
+    for path, data in world.files.items():
+        assert world.hub.bytes_sent(path) == len(data), path
+
+
+def test_a_host_that_is_its_own_peer_fetches_all(
+    world: Any, pair: Pair, side: Callable[..., Exchange], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_GREETING", 0.2)
+    pair.side = lambda number, **options: side(number, peer=HOSTS[number], **options)
+    pair.one(0, timeout=0.5)
+    assert pair.held(0) == world.files
+    assert pair.outcomes[0].peer_bytes == 0
+
+
+def test_a_claim_that_nobody_speaks_of_is_forgotten(
+    side: Callable[..., Exchange], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_FORGET", 0.3)
+    (entry,) = entries(1)
+    with side(0) as first, side(1) as second:
+        second.ready([])
+        # It was granted, and who asked has thought better of it.
+        assert second.answer(module.key_of(entry)) == GRANTED
+        assert second.taken(entry)
+        while second.taken(entry):
+            assert second.claim(entry) == TAKEN
+        first.ready([])
+        assert second.claim(entry) == GRANTED
+
+
+def test_a_peer_that_ends_in_the_middle_of_a_file(world: Any, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.run(dest=str(pair.dests[0]))
+    world.hub.clear_log()
+    name = "model-00002-of-00005.safetensors"
+    real = module._Handler._file
+    cut = threading.Event()
+
+    def file(self: Any, exchange: Exchange, path: str) -> None:
+        if path.endswith(name) and not cut.is_set():
+            cut.set()
+            data = Path(path).read_bytes()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data[:200_000])
+            self.close_connection = True
+            monkeypatch.setattr(module._Handler, "_file", lambda handler, *_: handler._plain(404))
+        else:
+            real(self, exchange, path)
+
+    monkeypatch.setattr(module._Handler, "_file", file)
+    pair.both(options={"connections": 1})
+    assert cut.is_set()
+    assert pair.held(1) == world.files
+    assert world.hub.bytes_sent(name) == len(world.files[name]) - 200_000, "the rest came from outside"
+
+
 # Who may ask
+
+
+def test_a_link_local_address_keeps_its_interface(
+    side: Callable[..., Exchange], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where = ("fe80::1", 29551, 0, 3)
+    bound = []
+    answer = [(socket.AF_INET6, socket.SOCK_STREAM, 6, "", where)]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_arguments, **_options: answer)
+    monkeypatch.setattr(module._Server, "server_bind", lambda server: bound.append(server.server_address))
+    monkeypatch.setattr(module._Server, "server_activate", lambda _server: None)
+    module._Server(("fe80::1%eth0", 29551), side(0)).server_close()
+    assert bound == [where]
+
+
+def test_not_more_connections_than_can_be_needed(
+    side: Callable[..., Exchange], port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_MAX_CONNECTIONS", 3)
+    with side(0), ExitStack() as stack:
+        idle = [stack.enter_context(socket.create_connection((HOSTS[0], port), timeout=0.5)) for _number in range(5)]
+        refused = 0
+        for connection in idle:
+            try:
+                refused += connection.recv(1) == b""
+            except TimeoutError:
+                continue
+        assert refused == 2
 
 
 @pytest.mark.parametrize("authorization", [None, "Bearer wrong", "Basic eA==", "Bearer "])

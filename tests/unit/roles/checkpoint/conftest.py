@@ -35,6 +35,7 @@ class Hosts:
     def __init__(self, folder: Path, hub: Any, commit: str, files: dict[str, bytes]) -> None:
         self.folder, self.hub, self.commit, self.files = folder, hub, commit, files
         self.variables: dict[str, Any] = {}
+        self.shared = False
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
@@ -42,7 +43,7 @@ class Hosts:
     def play(self, *arguments: str, ok: bool = True) -> str:
         hosts = {
             f"host{number}": {
-                "checkpoint_root": f"{self.folder}/srv{number}",
+                "checkpoint_root": f"{self.folder}/srv{1 if self.shared else number}",
                 "checkpoint_address": f"127.0.0.{number}",
             }
             for number in (1, 2)

@@ -48,6 +48,21 @@ def test_no_exchange_is_one_task(hosts: Any) -> None:
         assert hosts.hub.bytes_sent(path) == 2 * len(data), path
 
 
+def test_hosts_that_share_a_directory_fetch_once_and_into_no_other(hosts: Any) -> None:
+    hosts.shared = True
+    hosts.variables = {"checkpoint_shared": True, "checkpoint_stages": [1]}
+    hosts.play()
+    assert hosts.held(1) == hosts.files
+    assert hosts.held(2) == {}
+    for path, data in hosts.files.items():
+        assert hosts.hub.bytes_sent(path) == len(data), path
+    hosts.hub.clear_log()
+    output = hosts.play("-vvv")
+    assert "changed=1" not in output
+    assert len([line for line in output.splitlines() if " PUT " in line]) == 2
+    assert hosts.hub.log == []
+
+
 def test_present_fails_on_what_is_wrong(hosts: Any) -> None:
     hosts.play()
     hosts.hub.clear_log()
