@@ -186,15 +186,12 @@ seed:
   type: int
 """
 
-import ctypes
 import json
 import os
 import pwd
 import re
-import selectors
 import shutil
 import signal
-import subprocess
 import time
 from typing import Any
 
@@ -211,6 +208,7 @@ from ansible_collections.baremetal.kimi_k3.plugins.module_utils.background impor
     start,
 )
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils.checkpoint_plan import digest_of
+from ansible_collections.baremetal.kimi_k3.plugins.module_utils.child import Child
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils.storage import (
     duration,
     make_dirs,
@@ -218,10 +216,6 @@ from ansible_collections.baremetal.kimi_k3.plugins.module_utils.storage import (
     utc_now,
 )
 
-_TAIL = 64 * 1024
-_TICK = 0.5
-_GRACE = 5.0
-_PR_SET_PDEATHSIG = 1
 _FOREVER = 10 * 365 * 86400.0
 # Neither says what is measured: another run of the playbook finds the measurement that goes on.
 _MANNER = frozenset({"seed", "_progress"})
@@ -297,19 +291,6 @@ def machine() -> dict[str, Any]:
     return {"processor": processor, "processors": os.cpu_count() or 0, "memory_gib": memory}
 
 
-def shortened(output: bytes) -> bytes:
-    """The end of what was printed, which goes on saying whether the run itself has begun."""
-    if len(output) <= _TAIL:
-        return output
-    mark = bench.BEGUN.encode()
-    return (mark if mark in output else b"") + output[-_TAIL // 2 :]
-
-
-def die_with_parent() -> None:
-    """A command whose measurement was killed must not go on to disturb the next one."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 def hide(path: str, key: str | None) -> None:
     """Take the key out of what a command printed, should it ever be there."""
     if not key:
@@ -319,65 +300,6 @@ def hide(path: str, key: str | None) -> None:
     if key.encode() in said:
         with open(path, "wb") as stream:
             stream.write(said.replace(key.encode(), b"***"))
-
-
-class Child:
-    """One `vllm bench serve`, watched until it ends; nothing of it is left behind."""
-
-    def __init__(
-        self, command: list[str], environment: dict[str, str], user: str | None, folder: str, log: str
-    ) -> None:
-        owner: dict[str, Any] = {}
-        if user and os.geteuid() == 0:
-            entry = pwd.getpwnam(user)
-            owner = {"user": entry.pw_uid, "group": entry.pw_gid, "extra_groups": []}
-        self.tail = b""
-        self.log = open(log, "wb")  # noqa: SIM115  (closed with the child)
-        self.process = subprocess.Popen(
-            command,
-            cwd=folder,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            preexec_fn=die_with_parent,  # noqa: PLW1509  (this process has no threads)
-            **owner,
-        )
-
-    def text(self) -> str:
-        return self.tail.decode("utf-8", "replace")
-
-    def watch(self, seconds: float, look: Any) -> int | None:
-        """The exit status; nothing when the time is over."""
-        deadline = time.monotonic() + seconds
-        with selectors.DefaultSelector() as selector:
-            selector.register(self.process.stdout, selectors.EVENT_READ)
-            while time.monotonic() < deadline:
-                if selector.select(_TICK):
-                    piece = os.read(self.process.stdout.fileno(), 65536)
-                    if not piece:
-                        return self.process.wait()
-                    self.log.write(piece)
-                    self.log.flush()
-                    self.tail = shortened(self.tail + piece)
-                elif self.process.poll() is not None:
-                    return self.process.returncode
-                look(self.text())
-        return None
-
-    def end(self) -> None:
-        """End the whole session; the process itself may be gone, and others of it not."""
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            try:
-                os.killpg(self.process.pid, number)
-                self.process.wait(_GRACE)
-            except (ProcessLookupError, PermissionError):
-                break
-            except subprocess.TimeoutExpired:
-                continue
-        self.process.stdout.close()
-        self.log.close()
 
 
 def last_lines(text: str, count: int = 3) -> str:
@@ -404,7 +326,8 @@ def run_once(params: dict[str, Any], run: dict[str, Any], key: str | None, tell:
 
     home = os.path.join(directory, "work", "home")
     log = os.path.join(directory, "results", run["file"].replace(".json", ".log"))
-    child = Child(run["command"], environment_of(params, home, key), params["user"], home, log)
+    environment = environment_of(params, home, key)
+    child = Child(run["command"], environment=environment, user=params["user"], folder=home, log=log, mark=bench.BEGUN)
     try:
         code = child.watch(params["timeout"], look)
     finally:

@@ -202,8 +202,12 @@ def test_a_server_that_is_asked_twice(private: Path, monkeypatch: pytest.MonkeyP
 def test_a_file_system_that_is_silent_for_a_while(private: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = of(private, 0.2)
     first.acquire()
+
+    def fail(*_args: object) -> None:
+        raise OSError(5, "Input/output error")
+
     with monkeypatch.context() as patch:
-        patch.setattr(first, "_rename", lambda *_: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+        patch.setattr(first, "_rename", fail)
         time.sleep(0.2)
     first.renew()
     first.release()
