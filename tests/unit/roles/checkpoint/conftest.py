@@ -36,6 +36,7 @@ class Hosts:
         self.folder, self.hub, self.commit, self.files = folder, hub, commit, files
         self.variables: dict[str, Any] = {}
         self.shared = False
+        self.address = "checkpoint_address"
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
@@ -44,7 +45,7 @@ class Hosts:
         hosts = {
             f"host{number}": {
                 "checkpoint_root": f"{self.folder}/srv{1 if self.shared else number}",
-                "checkpoint_address": f"127.0.0.{number}",
+                self.address: f"127.0.0.{number}",
             }
             for number in (1, 2)
         }

@@ -27,6 +27,17 @@ def test_two_hosts_share_a_checkpoint_and_come_back_to_it(hosts: Any) -> None:
     assert len(sent) == 2, "one remote task for each host, and no other"
 
 
+def test_an_address_that_is_empty_is_none(hosts: Any) -> None:
+    """Role serve's default is empty, and means the address by which Ansible knows the host."""
+    hosts.address = "ansible_host"
+    hosts.variables = {"serve_address": ""}
+    hosts.play()
+    for number in (1, 2):
+        assert hosts.held(number) == hosts.files
+    for path, data in hosts.files.items():
+        assert hosts.hub.bytes_sent(path) == len(data), path
+
+
 def test_a_host_alone_needs_nobody(hosts: Any) -> None:
     output = hosts.play("--limit", "host2")
     assert hosts.held(2) == hosts.files
