@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 import typing as t
 
 from ansible.errors import AnsibleFilterError
@@ -15,6 +16,12 @@ def preflight_verdict(observations: t.Any, expectations: t.Any) -> dict[str, t.A
     missing = sorted(set(observations) - set(expectations))
     if missing:
         raise AnsibleFilterError(f"preflight_verdict: nothing is declared for {', '.join(missing)}.")
+    for host, expected in expectations.items():
+        try:
+            re.compile(str(expected.get("gpu_name", "")))
+        except re.error as error:
+            told = f"preflight_expect_gpu_name of {host} is '{expected['gpu_name']}'"
+            raise AnsibleFilterError(f"{told}, which is no regular expression: {error}.") from error
     result = preflight.verdict(observations, expectations)
     return {**result, "lines": preflight.lines(result)}
 

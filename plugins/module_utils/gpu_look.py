@@ -10,7 +10,7 @@ import re
 import typing as t
 
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils import gpu_facts as facts
-from ansible_collections.baremetal.kimi_k3.plugins.module_utils.host_look import Look
+from ansible_collections.baremetal.kimi_k3.plugins.module_utils.host_look import Look, first_line
 
 SERVICES = (
     "nvidia-fabricmanager.service",
@@ -102,7 +102,7 @@ def pci_path(folder: str) -> list[str]:
 def driver(look: Look) -> dict[str, t.Any]:
     """The running module, the one on disk, and how it came there."""
     running = facts.parse_driver_version(look.text(look.proc("driver/nvidia/version")) or "")
-    path = look.output("modinfo", "-F", "filename", "nvidia").strip() or None
+    path = look.word("modinfo", "-F", "filename", "nvidia") or None
     owner = None
     if path and not path.startswith("("):
         told = look.output("dpkg-query", "--search", path)
@@ -110,8 +110,8 @@ def driver(look: Look) -> dict[str, t.Any]:
     return {
         "running": running["version"],
         "running_flavour": running["flavour"],
-        "installed": look.output("modinfo", "-F", "version", "nvidia").strip() or None,
-        "installed_flavour": facts.flavour_of_license(look.output("modinfo", "-F", "license", "nvidia")),
+        "installed": look.word("modinfo", "-F", "version", "nvidia") or None,
+        "installed_flavour": facts.flavour_of_license(look.word("modinfo", "-F", "license", "nvidia")),
         "module": path,
         "owner": owner,
         "dkms": bool(path and "/updates/dkms/" in path),
@@ -183,7 +183,7 @@ def system(look: Look) -> dict[str, str | None]:
     """The distribution, the machine's architecture, and the kind of virtual machine."""
     release = dict(re.findall(r'(?m)^(ID|VERSION_ID)="?([^"\n]*)"?$', look.text(look.host("/etc/os-release")) or ""))
     answer = look.run("systemd-detect-virt", "--vm")
-    virtual = answer[1].strip() if answer else None
+    virtual = first_line(answer[1]) if answer else None
     return {**release, "machine": os.uname().machine, "virtualization": virtual or None}
 
 
@@ -218,7 +218,7 @@ def package_state(look: Look, ask: t.Sequence[str] = ()) -> dict[str, t.Any]:
         "origins": origins,
         "candidates": {name: entry["candidate"] for name, entry in policy.items()},
         "policy": {name: policy[name] for name in ask if name in policy},
-        "held": sorted(look.output("apt-mark", "showhold").split()),
+        "held": sorted(set(look.output("apt-mark", "showhold").split())),
         "companions": facts.companions_of(installed),
         "sources": [
             {"url": source["url"], "priority": source["priority"], "origin": source["release"].get("o")}

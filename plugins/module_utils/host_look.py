@@ -7,7 +7,11 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 import typing as t
+
+#: Seconds that a command may take; nvidia-smi needs half a minute on a host whose driver nobody keeps loaded.
+DEADLINE = 120
 
 RunCommand = t.Callable[..., "tuple[int, str, str]"]
 
@@ -64,15 +68,37 @@ class Look:
     def program(self, name: str) -> str | None:
         return shutil.which(name, path=self.path)
 
-    def run(self, name: str, *words: str) -> tuple[int, str, str] | None:
-        """Exit status, output and errors of a command; None when the host does not have it."""
+    def run(self, name: str, *words: str, seconds: int = DEADLINE) -> tuple[int, str, str] | None:
+        """Exit status, output and errors of a command; None when the host does not have it.
+
+        One that does not start has the status 126, one that does not end in time 124.
+        """
         program = self.program(name)
         if program is None:
             return None
-        rc, out, err = self._run([program, *words], environ_update={"LC_ALL": "C", "PATH": self.path})
-        return rc, out, err
+        guard = shutil.which("timeout", path="/usr/bin:/bin")
+        # A driver that hangs must not hang the look at it: whoever asks would wait for ever, and never see why.
+        before = [guard, "--kill-after=5", str(seconds)] if guard else []
+        began = time.monotonic()
+        try:
+            rc, out, err = self._run(
+                [*before, program, *words], environ_update={"LC_ALL": "C", "PATH": self.path}, handle_exceptions=False
+            )
+        except (OSError, ValueError) as error:
+            return 126, "", f"it does not start: {error}"
+        if guard and rc in (124, 137, -9) and time.monotonic() - began >= seconds:
+            err = f"it did not end within {seconds} seconds. {err}"
+        return rc, out.replace("\0", ""), err.replace("\0", "")
 
     def output(self, name: str, *words: str) -> str:
         """The output of a command that succeeded, else nothing."""
         answer = self.run(name, *words)
         return answer[1] if answer and answer[0] == 0 else ""
+
+    def word(self, name: str, *words: str) -> str:
+        """The first line of such an output: the answer of a command that gives one."""
+        return first_line(self.output(name, *words))
+
+
+def first_line(text: str) -> str:
+    return (text.strip().splitlines() or [""])[0][:300].strip()

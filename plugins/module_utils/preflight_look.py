@@ -59,7 +59,7 @@ def fields(text: str) -> dict[str, str]:
 
 def synchronized(look: Look) -> bool | None:
     """Whether something keeps the clock right; None where nothing tells."""
-    told = look.output("timedatectl", "show", "--property=NTPSynchronized", "--value").strip()
+    told = look.word("timedatectl", "show", "--property=NTPSynchronized", "--value")
     return {"yes": True, "no": False}.get(told)
 
 
@@ -306,7 +306,7 @@ def diagnose(look: Look, level: int, busy: bool) -> dict[str, t.Any] | None:
     """The verdict of C(dcgmi diag), which must not run beside the replica."""
     if level < 1 or busy:
         return None
-    answer = look.run("dcgmi", "diag", "--run", str(level))
+    answer = look.run("dcgmi", "diag", "--run", str(level), seconds=3 * 3600)
     if answer is None:
         return {"level": level, "rc": None, "failed": ["there is no dcgmi on this host"]}
     rc, out, err = answer

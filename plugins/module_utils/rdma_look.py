@@ -12,7 +12,7 @@ import typing as t
 
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils import gpu_facts, gpu_look
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils import rdma_facts as facts
-from ansible_collections.baremetal.kimi_k3.plugins.module_utils.host_look import Look
+from ansible_collections.baremetal.kimi_k3.plugins.module_utils.host_look import Look, first_line
 
 COUNTERS = (
     "link_downed",
@@ -131,7 +131,7 @@ def virtualization(look: Look) -> str | None:
     answer = look.run("systemd-detect-virt", "--vm")
     # It exits 1 when it detects none, and says so.
     if answer is not None and answer[1].strip():
-        return answer[1].strip()
+        return first_line(answer[1])
     cpu = look.text(look.proc("cpuinfo"), 1 << 14)
     if cpu is None:
         return None
@@ -183,6 +183,6 @@ def iommu(look: Look) -> dict[str, t.Any]:
 
 def stack(look: Look) -> dict[str, t.Any]:
     """Whose RDMA stack it is: NVIDIA's by C(ofed_info), or the kernel's own."""
-    told = look.output("ofed_info", "-s").strip().rstrip(":") or None
-    version = look.output("modinfo", "-F", "version", "mlx5_core").strip() or None
+    told = look.word("ofed_info", "-s").rstrip(":") or None
+    version = look.word("modinfo", "-F", "version", "mlx5_core") or None
     return {"ofed": told, "mlx5_core": version, "kind": "ofed" if told else "inbox"}

@@ -5,14 +5,23 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import typing as t
+
+
+def parse_links(text: str) -> list[dict[str, t.Any]]:
+    """What C(ip -json address show) says. Raises ValueError when it is no list of links."""
+    listing = json.loads(text or "[]")
+    if not isinstance(listing, list):
+        raise ValueError("no list of links")  # noqa: TRY004 - the caller tells both alike
+    return [link for link in listing if isinstance(link, dict) and isinstance(link.get("addr_info", []), list)]
 
 
 def interface_of(address: str, listing: list[dict[str, t.Any]]) -> str | None:
     """The interface that carries C(address), from C(ip -json address show)."""
     for link in listing:
-        if any(info.get("local") == address for info in link.get("addr_info", [])):
+        if any(isinstance(info, dict) and info.get("local") == address for info in link.get("addr_info", [])):
             return link.get("ifname")
     return None
 

@@ -203,13 +203,12 @@ dcgm:
   type: dict
 """
 
-import json
 import typing as t
 
 from ansible.module_utils.basic import AnsibleModule
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils import preflight_look, preflight_peers
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils.host_look import Look
-from ansible_collections.baremetal.kimi_k3.plugins.module_utils.route import interface_of, route_address
+from ansible_collections.baremetal.kimi_k3.plugins.module_utils.route import interface_of, parse_links, route_address
 
 
 def route(look: Look, asked: t.Mapping[str, t.Any]) -> dict[str, t.Any] | None:
@@ -222,7 +221,10 @@ def route(look: Look, asked: t.Mapping[str, t.Any]) -> dict[str, t.Any] | None:
             address = route_address(asked["peer"])
         except OSError as problem:
             return {"address": "", "interface": None, "error": str(problem)}
-    listing = json.loads(look.output("ip", "-json", "address", "show") or "[]")
+    try:
+        listing = parse_links(look.output("ip", "-json", "address", "show"))
+    except ValueError as problem:
+        return {"address": address, "interface": None, "error": f"'ip -json address show' cannot be read: {problem}"}
     return {"address": address, "interface": interface_of(address, listing), "error": None}
 
 

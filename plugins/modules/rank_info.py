@@ -139,7 +139,7 @@ import typing as t
 
 from ansible.module_utils.basic import AnsibleModule
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils.launch import parse_environment_file
-from ansible_collections.baremetal.kimi_k3.plugins.module_utils.route import interface_of, route_address
+from ansible_collections.baremetal.kimi_k3.plugins.module_utils.route import interface_of, parse_links, route_address
 
 UNIT_PROPERTIES = {
     "load_state": "LoadState",
@@ -195,7 +195,11 @@ class Observation:
         rc, out, err = self.module.run_command(["ip", "-json", "address", "show"])
         if rc != 0:
             self.module.fail_json(msg=f"'ip -json address show' failed: {err.strip()} (package iproute2).")
-        return {"address": address, "interface": interface_of(address, json.loads(out or "[]"))}
+        try:
+            listing = parse_links(out)
+        except ValueError as error:
+            self.module.fail_json(msg=f"'ip -json address show' cannot be read ({error}): is 'ip' that of iproute2?")
+        return {"address": address, "interface": interface_of(address, listing)}
 
     def document(self, path: str | None, what: str) -> dict[str, t.Any] | None:
         if not path:

@@ -164,13 +164,12 @@ sysctls:
   type: dict
 """
 
-import json
 import typing as t
 
 from ansible.module_utils.basic import AnsibleModule
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils import gpu_facts, gpu_look, rdma_facts, rdma_look
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils.host_look import Look
-from ansible_collections.baremetal.kimi_k3.plugins.module_utils.route import interface_of, route_address
+from ansible_collections.baremetal.kimi_k3.plugins.module_utils.route import interface_of, parse_links, route_address
 
 
 def route(module: AnsibleModule, look: Look) -> dict[str, t.Any] | None:
@@ -185,7 +184,10 @@ def route(module: AnsibleModule, look: Look) -> dict[str, t.Any] | None:
                 msg=f"This host has no route to its peer '{peer}' ({error}): "
                 "set serve_address of both hosts to the private addresses they share."
             )
-    listing = json.loads(look.output("ip", "-json", "address", "show") or "[]")
+    try:
+        listing = parse_links(look.output("ip", "-json", "address", "show"))
+    except ValueError as error:
+        module.fail_json(msg=f"'ip -json address show' cannot be read ({error}): is 'ip' that of iproute2?")
     return {"address": address, "interface": interface_of(address, listing)}
 
 

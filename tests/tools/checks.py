@@ -120,7 +120,8 @@ def changelog(log: Log) -> None:
     listed = re.findall(r"^- baremetal\.kimi_k3\.(\w+)", (ROOT / "CHANGELOG.rst").read_text(encoding="utf-8"), re.M)
     modules = {path.stem for path in (ROOT / "plugins" / "modules").glob("*.py")}
     filters = {path.stem for path in (ROOT / "plugins" / "filter").glob("*.yml")}
-    if missing := sorted((modules | filters) - set(listed)):
+    lookups = {path.stem for path in (ROOT / "plugins" / "lookup").glob("*.py")}
+    if missing := sorted((modules | filters | lookups) - set(listed)):
         raise CheckError(f"CHANGELOG.rst does not name {', '.join(missing)}: run antsibull-changelog release")
 
 

@@ -52,7 +52,9 @@ def expectations():
 def answers(node):
     """Runs the node's commands without starting them."""
 
-    def run_command(words, environ_update=None):
+    def run_command(words, **_how):
+        if Path(words[0]).name == "timeout":
+            words = words[3:]
         if not words[0].startswith(str(node.base)):
             return 1, "", "a command of this machine, not of the node"
         known = json.loads((node.base / "state" / f"{Path(words[0]).name}.json").read_text())
