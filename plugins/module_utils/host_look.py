@@ -87,7 +87,7 @@ class Look:
         except (OSError, ValueError) as error:
             return 126, "", f"it does not start: {error}"
         if guard and rc in (124, 137, -9) and time.monotonic() - began >= seconds:
-            err = f"it did not end within {seconds} seconds. {err}"
+            rc, err = 124, f"it did not end within {seconds} seconds. {err}"
         return rc, out.replace("\0", ""), err.replace("\0", "")
 
     def output(self, name: str, *words: str) -> str:

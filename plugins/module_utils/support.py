@@ -82,11 +82,10 @@ class Gatherer:
 
     def command(self, name: str, words: t.Sequence[str]) -> str:
         """The output, errors included; empty where the host does not have the program."""
-        if self._look.program(words[0]) is None:
+        answer = self._look.run(*words, seconds=PATIENCE)
+        if answer is None:
             return ""
-        guarded = ["timeout", "--kill-after=5", str(PATIENCE), *words] if self._look.program("timeout") else words
-        answer = self._look.run(guarded[0], *guarded[1:])
-        rc, out, err = answer if answer else (127, "", "")
+        rc, out, err = answer
         text = out + (f"\n[exit status {rc}]\n{err}" if rc else "")
         if rc == 124:
             self.problems.append(f"'{' '.join(words)}' did not end within {PATIENCE} s")

@@ -220,7 +220,7 @@ def command_path(host, text):
     return "/sys"
 
 
-def run(words, environ_update):
+def run(words, environ_update, **_kwargs):
     import os  # noqa: PLC0415
     import subprocess  # noqa: PLC0415
 

@@ -53,7 +53,10 @@ class Controller:
         }
 
     def play(self, name: str, *words: str, expect: int = 0, **changes: t.Any) -> str:
-        hosts = {"gpu-a": {"serve_rank": 0}, "gpu-b": {"serve_rank": 1}}
+        hosts = {
+            "gpu-a": {"serve_rank": 0, "serve_address": "192.0.2.1"},
+            "gpu-b": {"serve_rank": 1, "serve_address": "192.0.2.2"},
+        }
         inventory = {"kimi_k3": {"hosts": hosts, "vars": self.variables | changes}}
         (self.folder / "hosts.json").write_text(json.dumps(inventory))
         command = [sys.executable, "-m", "ansible", "playbook", "-i", str(self.folder / "hosts.json")]
@@ -124,9 +127,7 @@ def test_a_measurement_from_check_mode_to_comparison(controller):
 
 
 def test_from_another_host_rank_0_is_asked_by_its_address(controller):
-    output = controller.play(
-        "bench.yml", "--check", bench_host="gpu-b", serve_api_host="0.0.0.0", serve_address="192.0.2.1"
-    )
+    output = controller.play("bench.yml", "--check", bench_host="gpu-b", serve_api_host="0.0.0.0")
     assert f"--base-url http://192.0.2.1:{controller.variables['serve_api_port']}" in output
 
 
