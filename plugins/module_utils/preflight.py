@@ -1195,6 +1195,9 @@ def _route(host: Host) -> t.Iterator[Problem]:
     route = host.facts["route"]
     if route is None:
         return
+    if route.get("error"):
+        yield Problem("none", "a route", f"{host.name}: {route['error']}")
+        return
     if route["interface"] is None:
         yield Problem("none", "an interface", f"No interface of {host.name} has the address {route['address']}.")
         return

@@ -26,6 +26,32 @@ def interface_of(address: str, listing: list[dict[str, t.Any]]) -> str | None:
     return None
 
 
+class RouteError(ValueError):
+    """One sentence on why the way to the peer cannot be told."""
+
+
+def route_to(peer: str, address: str, list_links: t.Callable[[], str]) -> dict[str, t.Any] | None:
+    """C(address) and C(interface) by which this host and its peer meet; None when neither is named.
+
+    C(list_links) gives the output of C(ip -json address show). Raises RouteError.
+    """
+    if not address and not peer:
+        return None
+    if not address:
+        try:
+            address = route_address(peer)
+        except OSError as error:
+            raise RouteError(
+                f"This host has no route to its peer '{peer}' ({error}): "
+                "set serve_address of both hosts to the private addresses they share."
+            ) from error
+    try:
+        listing = parse_links(list_links())
+    except ValueError as error:
+        raise RouteError(f"'ip -json address show' cannot be read ({error}): is 'ip' that of iproute2?") from error
+    return {"address": address, "interface": interface_of(address, listing)}
+
+
 def route_address(peer: str) -> str:
     """This host's source address on the route to C(peer). Raises OSError when it does not resolve or has no route."""
     family, kind, protocol, _name, target = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]

@@ -146,7 +146,7 @@ runs:
       description: Seed of the prompts.
       type: int
     file:
-      description: Name of the result within RV(results).
+      description: Name of the result within RV(result_dir).
       type: str
     command:
       description: The words of the command.
@@ -166,7 +166,7 @@ commands:
   returned: success
   type: list
   elements: list
-results:
+result_dir:
   description: Directory with the results.
   returned: success
   type: str
@@ -425,7 +425,7 @@ def planned(params: dict[str, Any]) -> dict[str, Any]:
     return {
         "changed": False,
         "commands": [run["command"] for run in commands_of(params)],
-        "results": os.path.join(params["directory"], "results"),
+        "result_dir": os.path.join(params["directory"], "results"),
         "workloads": [{"name": workload["name"], **bench.identity(workload)} for workload in params["workloads"]],
         "machine": machine(),
         "seed": params["seed"],

@@ -208,24 +208,16 @@ import typing as t
 from ansible.module_utils.basic import AnsibleModule
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils import preflight_look, preflight_peers
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils.host_look import Look
-from ansible_collections.baremetal.kimi_k3.plugins.module_utils.route import interface_of, parse_links, route_address
+from ansible_collections.baremetal.kimi_k3.plugins.module_utils.route import RouteError, route_to
 
 
 def route(look: Look, asked: t.Mapping[str, t.Any]) -> dict[str, t.Any] | None:
     """Address and interface towards the peer; a route that is not there is for the verdict to tell."""
-    address = asked["address"]
-    if not address and not asked["peer"]:
-        return None
-    if not address:
-        try:
-            address = route_address(asked["peer"])
-        except OSError as problem:
-            return {"address": "", "interface": None, "error": str(problem)}
     try:
-        listing = parse_links(look.output("ip", "-json", "address", "show"))
-    except ValueError as problem:
-        return {"address": address, "interface": None, "error": f"'ip -json address show' cannot be read: {problem}"}
-    return {"address": address, "interface": interface_of(address, listing), "error": None}
+        found = route_to(asked["peer"], asked["address"], lambda: look.output("ip", "-json", "address", "show"))
+    except RouteError as problem:
+        return {"address": asked["address"], "interface": None, "error": str(problem)}
+    return found and {**found, "error": None}
 
 
 def main() -> None:

@@ -139,7 +139,7 @@ import typing as t
 
 from ansible.module_utils.basic import AnsibleModule
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils.launch import parse_environment_file
-from ansible_collections.baremetal.kimi_k3.plugins.module_utils.route import interface_of, parse_links, route_address
+from ansible_collections.baremetal.kimi_k3.plugins.module_utils.route import RouteError, route_to
 
 UNIT_PROPERTIES = {
     "load_state": "LoadState",
@@ -181,25 +181,16 @@ class Observation:
         self.params = module.params
 
     def route(self) -> dict[str, t.Any] | None:
-        address, peer = self.params["address"], self.params["peer"]
-        if not address and not peer:
-            return None
-        if not address:
-            try:
-                address = route_address(peer)
-            except OSError as error:
-                self.module.fail_json(
-                    msg=f"This host has no route to its peer '{peer}' ({error}): "
-                    "set serve_address of both hosts to the private addresses they share."
-                )
+        try:
+            return route_to(self.params["peer"], self.params["address"], self.links)
+        except RouteError as error:
+            self.module.fail_json(msg=str(error))
+
+    def links(self) -> str:
         rc, out, err = self.module.run_command(["ip", "-json", "address", "show"])
         if rc != 0:
             self.module.fail_json(msg=f"'ip -json address show' failed: {err.strip()} (package iproute2).")
-        try:
-            listing = parse_links(out)
-        except ValueError as error:
-            self.module.fail_json(msg=f"'ip -json address show' cannot be read ({error}): is 'ip' that of iproute2?")
-        return {"address": address, "interface": interface_of(address, listing)}
+        return out
 
     def document(self, path: str | None, what: str) -> dict[str, t.Any] | None:
         if not path:

@@ -169,26 +169,16 @@ import typing as t
 from ansible.module_utils.basic import AnsibleModule
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils import gpu_facts, gpu_look, rdma_facts, rdma_look
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils.host_look import Look
-from ansible_collections.baremetal.kimi_k3.plugins.module_utils.route import interface_of, parse_links, route_address
+from ansible_collections.baremetal.kimi_k3.plugins.module_utils.route import RouteError, route_to
 
 
 def route(module: AnsibleModule, look: Look) -> dict[str, t.Any] | None:
-    address, peer = module.params["address"], module.params["peer"]
-    if not address and not peer:
-        return None
-    if not address:
-        try:
-            address = route_address(peer)
-        except OSError as error:
-            module.fail_json(
-                msg=f"This host has no route to its peer '{peer}' ({error}): "
-                "set serve_address of both hosts to the private addresses they share."
-            )
     try:
-        listing = parse_links(look.output("ip", "-json", "address", "show"))
-    except ValueError as error:
-        module.fail_json(msg=f"'ip -json address show' cannot be read ({error}): is 'ip' that of iproute2?")
-    return {"address": address, "interface": interface_of(address, listing)}
+        return route_to(
+            module.params["peer"], module.params["address"], lambda: look.output("ip", "-json", "address", "show")
+        )
+    except RouteError as error:
+        module.fail_json(msg=str(error))
 
 
 def sysctl(look: Look, name: str) -> str | None:

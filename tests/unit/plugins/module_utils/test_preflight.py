@@ -359,6 +359,7 @@ FACTS = [
     ("clock-sync", put("host/synchronized", False), "Nothing keeps the clock of gpu-a right."),
     ("clock-sync", put("host/clocksource", "hpet"), "takes its time from hpet"),
     ("hostname", put("resolution/addresses", ["127.0.1.1"]), "leads to 127.0.1.1: Gloo would connect its peers to"),
+    ("route", put("route/error", "This host has no route to its peer."), "gpu-a: This host has no route to its peer."),
     ("route", put("route/interface", None), "No interface of gpu-a has the address 10.0.0.11."),
     ("route", put("rdma/interfaces/eno1/mtu", 1280), "eno1 of gpu-a has MTU 1280, 1500 is expected."),
     ("memlock", put("unit/memlock", "8388608"), "The unit on gpu-a may lock 8388608 bytes"),

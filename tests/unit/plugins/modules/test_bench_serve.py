@@ -89,7 +89,7 @@ def test_measures_in_turns_and_keeps_what_was_measured(arguments, engine, tmp_pa
     assert calls == [command[1:] for command in result["commands"]]
     warm = calls[0]
     assert warm[warm.index("--num-prompts") + 1] == "3"
-    kept = json.loads((Path(result["results"]) / "two-2.json").read_text())
+    kept = json.loads((Path(result["result_dir"]) / "two-2.json").read_text())
     assert len(kept["ttfts"]) == 4
     assert "generated_texts" not in kept
     assert result["runs"][3]["figures"]["output_throughput"] == kept["output_throughput"]
