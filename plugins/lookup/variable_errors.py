@@ -65,9 +65,13 @@ from typing import Any
 import yaml
 from ansible.errors import AnsibleError
 from ansible.plugins.lookup import LookupBase
+from ansible.template import accept_lazy_markers
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils import variables as judging
 
 
+# Values are evaluated below this call, and ansible-core 2.19 would take an undefined step in one for a use here,
+# though the value's own map(default=…) deals with it.
+@accept_lazy_markers
 class LookupModule(LookupBase):
     """What is wrong with the variables of a role."""
 

@@ -57,6 +57,17 @@ def test_a_good_inventory_passes_without_touching_a_host(tmp_path):
     assert "WARNING" not in result.stderr
 
 
+def test_values_may_have_undefined_parts_with_defaults(tmp_path):
+    inventory = changed(
+        nothing={},
+        serve_model_name="{{ nothing.name | default('kimi-k3') }}",
+        serve_unit="{{ [nothing] | map(attribute='unit', default='kimi-k3.service') | first }}",
+        preflight_addresses="{{ dict([['gpu-a', hostvars['gpu-a'].serve_address | default('')]]) }}",
+    )
+    result = run(tmp_path, inventory)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
 @pytest.mark.parametrize(
     ("inventory", "sentence"),
     [
