@@ -49,7 +49,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, t.Any]:
 @pytest.fixture
 def report(tmp_path: Path, measured: dict[str, t.Any]) -> t.Callable[..., dict[str, t.Any]]:
     def run(name: str = "a", check_mode: bool = False, **changes: t.Any) -> dict[str, t.Any]:
-        shutil.copytree(measured["results"], tmp_path / name / "runs", dirs_exist_ok=True)
+        shutil.copytree(measured["result_dir"], tmp_path / name / "runs", dirs_exist_ok=True)
         arguments = {
             "folder": str(tmp_path / name),
             "about": {"name": name, "model": "kimi-k3", "host": "gpu-a", "replica": {"tensor_parallel": 8}},
