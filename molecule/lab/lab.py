@@ -214,6 +214,7 @@ def down(settings: Settings) -> None:
         lab_hosts.remove_host(settings, boxes, host)
     lab_hosts.network_down(settings)
     lab_hosts.unmount_below(settings.state)
+    lab_hosts.remove_tree(settings.shared)
 
 
 def clean(settings: Settings, *, downloads: bool) -> None:

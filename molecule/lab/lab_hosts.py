@@ -255,6 +255,7 @@ def nspawn_argv(settings: Settings, host: Host) -> list[str]:
         "--capability=all",
         "--kill-signal=SIGRTMIN+3",
         f"--bind-ro={settings.wheelhouse}:/srv/wheelhouse",
+        f"--bind={settings.shared}:/srv/shared",
         "--setenv=LANG=C.UTF-8",
         "--console=pipe",
     ]
@@ -269,6 +270,7 @@ def start_host(settings: Settings, boxes: Boxes, host: Host) -> bool:
     root = folder / "root"
     for name in ("upper", "work", "root"):
         (folder / name).mkdir(parents=True, exist_ok=True)
+    settings.shared.mkdir(exist_ok=True)
     options = f"lowerdir={settings.base},upperdir={folder / 'upper'},workdir={folder / 'work'}"
     call("mount", "-t", "overlay", f"{settings.name}-{host.name}", "-o", options, str(root))
     if not (folder / "installed").exists():

@@ -43,6 +43,24 @@ SERVE_ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
 }
+# What the lab's hosts are: containers on a small machine, without GPUs and InfiniBand.
+NO_GPUS = {
+    "cuda_manage_driver": False,
+    "fabric_rail_count": 0,
+    # Over gloo and a bridge of this machine: that it runs and adds up, not how fast.
+    "fabric_test_sizes": [65536, 1048576],
+    "fabric_test_gates": {},
+    "preflight_expect_gpus": 0,
+    "preflight_expect_rails": 0,
+    "preflight_expect_cpus": 1,
+    "preflight_expect_memory_gib": 4,
+    "preflight_expect_numa_nodes": 1,
+    "preflight_expect_shm_mib": 64,
+    "preflight_expect_checkpoint_gib": 1,
+    "preflight_expect_read_mb_s": 0,
+    # The clock is that of the machine outside, and so is whatever keeps it right.
+    "preflight_expect_clock_sync": False,
+}
 SSH_ARGS = (
     "-o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -o LogLevel=ERROR -o ConnectTimeout=10 "
     # A host whose power was cut takes its shared connection along, and does not say so.
@@ -74,6 +92,7 @@ def inventory(settings: Settings, revision: str) -> dict[str, Any]:
         "checkpoint_revision": revision,
         "checkpoint_scope": "stage",
         "checkpoint_layers": lab_checkpoint.LAYERS,
+        **NO_GPUS,
         "vllm_lock": str(lab_wheelhouse.ENGINE_LOCK),
         "vllm_wheelhouse": "/srv/wheelhouse",
         "vllm_system_packages": [],

@@ -137,5 +137,10 @@ class Settings:
         return self.state / "wheelhouse"
 
     @property
+    def shared(self) -> Path:
+        """A directory that all hosts see, as one on a shared file system."""
+        return self.state / "shared"
+
+    @property
     def hub_root(self) -> Path:
         return self.state / "hub"

@@ -50,9 +50,10 @@ class ActionModule(ActionBase):
             display.display(f"{host}: {text}", color="bright gray")
         if "estimated_seconds" in piece and piece.get("fetched_bytes"):
             size, took = human(piece["fetched_bytes"]), duration(piece["estimated_seconds"])
+            once = ", once for all hosts that share the directory" if piece.get("shared") else ""
             display.display(
                 f"{host}: would fetch {len(piece['fetch'])} of {piece['files']} files, {size}, in {took} "
-                f"at {human(piece['assumed_rate'])}/s"
+                f"at {human(piece['assumed_rate'])}/s{once}"
             )
         invocation = piece.get("invocation")
         if isinstance(invocation, dict) and isinstance(invocation.get("module_args"), dict):

@@ -39,6 +39,6 @@ class FilterModule:
             "environment_file": _told(launch.environment_file),
             "group_errors": _told(launch.group_errors),
             "launch_errors": _told(launch.launch_errors),
-            "unknown_variables": _told(launch.unknown_variables),
+            "service_errors": _told(launch.service_errors),
             "identity_differences": _told(launch.identity_differences),
         }

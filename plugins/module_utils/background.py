@@ -50,6 +50,7 @@ class Job:
 
     directory: str
     name: str
+    advice: str = "What it has fetched is kept: run again to go on."  # to who finds it dead
 
     @property
     def status(self) -> str:
@@ -76,8 +77,12 @@ class Run:
     def result(self) -> dict[str, Any] | None:
         """The status, once the work is done."""
         status = read_json(self.job.status)
-        mine = isinstance(status, dict) and status.get("id") == self.ident
-        return status if mine and status.get("done") else None
+        if not isinstance(status, dict):
+            return None
+        if status.get("id") and status["id"] != self.ident:
+            # Ours has ended, and somebody began the same work again before we looked: theirs is as good.
+            self.ident, self.attached, self.pid = status["id"], True, int(status.get("pid") or 0)
+        return status if status.get("done") else None
 
     def state(self) -> str:
         status = read_json(self.job.status)
@@ -87,15 +92,15 @@ class Run:
         """Wait for the result, but not longer than this; nothing when the work goes on."""
         deadline = time.monotonic() + seconds
         while True:
-            alive = self._alive()
+            ident, alive = self.ident, self._alive()
             result = self.result()
             if result is not None:
                 return result
-            if not alive:
+            if not alive and self.ident == ident:
                 raise BackgroundError(
                     f"The run in the background (process {self.pid or 'unknown'} on {socket.gethostname()}) ended "
-                    "without a word: it was killed, or this host was restarted. What it has fetched is kept: run "
-                    f"again to go on. {_last_line(self.job.log)}".rstrip()
+                    f"without a word: it was killed, or this host was restarted. {self.job.advice} "
+                    f"{_last_line(self.job.log)}".rstrip()
                 )
             left = deadline - time.monotonic()
             if left <= 0:

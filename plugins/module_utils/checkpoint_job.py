@@ -10,20 +10,24 @@ the network nor the bytes.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils import checkpoint_plan as planning
-from ansible_collections.baremetal.kimi_k3.plugins.module_utils import fetch
+from ansible_collections.baremetal.kimi_k3.plugins.module_utils import fetch, joint, revisions
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils.checkpoint_plan import INDEX_NAME, Selection
+from ansible_collections.baremetal.kimi_k3.plugins.module_utils.exchange import Exchange
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils.hub import Hub, HubError, Nowhere, Source
+from ansible_collections.baremetal.kimi_k3.plugins.module_utils.joint import Board
+from ansible_collections.baremetal.kimi_k3.plugins.module_utils.lease import Lease, copies_of, leased, look_again
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils.listing import (
     PRIVATE_DIR,
     SUMMARY_NAME,
@@ -44,6 +48,7 @@ from ansible_collections.baremetal.kimi_k3.plugins.module_utils.storage import (
     Lock,
     StorageError,
     check_filesystem,
+    host_id,
     human,
     locked,
     make_dirs,
@@ -83,6 +88,7 @@ class Request:
     language_model_only: bool
     hub: Hub | Nowhere
     mirrors: Sequence[Source] = ()
+    exchange: Exchange | None = None
     listing_file: str | None = None
     layers: int | None = None
     verify: str = "receipt"
@@ -90,7 +96,11 @@ class Request:
     verify_bytes: int = 0  # that a rolling proof reads at most, but for the last file; 0 is no limit
     options: fetch.Options = field(default_factory=fetch.Options)
     lock_timeout: float = 0.0
+    shared: bool = False  # other hosts work in the same directory
+    shared_timeout: float = 60.0  # of silence after which one of them is taken for gone
     allow_tmpfs: bool = False
+    keep_revisions: int = 0  # beside each other, this one counted; 0 removes none
+    protect: Sequence[str] = ()  # files that name revisions in use
     check: bool = False
     tell: Callable[[str], None] = lambda _state: None  # takes what the run waits for, again and again
     stop: threading.Event = field(default_factory=threading.Event)
@@ -151,9 +161,12 @@ class Outcome:
     changed: bool
     fetch: list[str] = field(default_factory=list)
     fetched_bytes: int = 0
+    peer_bytes: int = 0
     resumed_bytes: int = 0
     hashed: list[str] = field(default_factory=list)
     replaced: list[str] = field(default_factory=list)
+    linked: list[str] = field(default_factory=list)
+    removed: list[str] = field(default_factory=list)
     verified: str = ""
     before: dict[str, Any] = field(default_factory=dict)
     after: dict[str, Any] = field(default_factory=dict)
@@ -168,12 +181,14 @@ class Checkpoint:
         self._dest = os.path.abspath(request.dest)
         self._private = os.path.join(self._dest, PRIVATE_DIR)
         self._index_path = self._own(INDEX_NAME)
-        self._receipts = Receipts(self._own("receipts.json"))
+        self._lease: Lease | None = None
+        self._receipts = self._book()
         self._progress = fetch.Progress()
         self._hashed: set[str] = set()
         self._found: dict[str, str] = {}  # digests of files that are wrong
         self._early: list[Entry] = []  # fetched before there was a plan
         self._warnings: list[str] = []
+        self._helped = 0  # files that other hosts have hashed for this one
         stage = request.scope == "stage"
         counts: tuple[int, ...] = ()
         if stage or request.pipeline_layers:
@@ -191,19 +206,19 @@ class Checkpoint:
 
     def ensure(self) -> Outcome:
         """Do what is needed, which may be nothing."""
-        outcome = self.at_once()
+        exchange = self._request.exchange
+        outcome = None if exchange else self.at_once()
         if outcome is not None:
             return outcome
         self.prepare()
         if self._request.check:
             return self._work()
         progress_path = self._own("progress.json")
-        lock = Lock(self._own("lock"), lambda: fetch.describe(read_json(progress_path)))
-        with locked(lock, self._request.lock_timeout, lambda holder: self._request.tell(f"waiting for {holder}")):
+        with self._alone(lambda: fetch.describe(read_json(progress_path))):
             self._request.tell("")
-            # Whoever had the lock before may have done it all.
-            self._receipts = Receipts(self._own("receipts.json"))
-            outcome = self.at_once()
+            # Whoever was at work before may have done it all.
+            self._receipts = self._book()
+            outcome = None if exchange else self.at_once() or self._jointly()
             if outcome is not None:
                 return outcome
             about = {
@@ -212,16 +227,86 @@ class Checkpoint:
                 "host": socket.gethostname(),
                 "pid": os.getpid(),
             }
-            self._progress = fetch.Progress(progress_path, about)
+            self._progress = fetch.Progress(progress_path, about, temporary=self._temporary("progress.tmp"))
             self._progress.begin("planning")
-            with self._progress.reported():
+            with self._progress.reported(), exchange or contextlib.nullcontext():
                 try:
                     outcome = self._work()
+                    if exchange:
+                        self._progress.state = exchange.waits_for()
+                        exchange.finish()
+                        self._warnings += [exchange.warning] if exchange.warning else []
                 except BaseException as error:
                     self._progress.state = f"failed: {error}" if isinstance(error, ERRORS) else "interrupted"
                     raise
                 self._progress.state = "done"
             return outcome
+
+    @contextlib.contextmanager
+    def _alone(self, state: Callable[[], str]) -> Iterator[None]:
+        """Be the only run in this directory."""
+        request = self._request
+
+        def waits(holder: str) -> None:
+            request.tell(f"waiting for {holder}")
+
+        lock = Lock(self._own("lock"), state)
+        if not (request.shared or leased(self._private)):
+            with locked(lock, request.lock_timeout, waits):
+                # A run that shares it looks for this lock once the lease is there: one of the two sees the other.
+                if not leased(self._private):
+                    yield
+                    return
+        lease = Lease(self._private, request.shared_timeout, state=state, on_lost=request.stop.set)
+        # Locks of other hosts may outlive these hosts, so each one has its own, and the lease is between them.
+        with locked(Lock(self._own(f"lock.{host_id()}"), state), request.lock_timeout, waits):
+            lease.prepare()
+            with locked(lock, request.lock_timeout, waits):
+                pass
+            lease.acquire(waits, meanwhile=self._help)
+            self._lease = lease
+            self._look_again(lease)
+            try:
+                yield
+                lease.renew()
+                lease.bequeath()
+                joint.forget(self._private)
+            except Exception as error:
+                if lease.gone():
+                    raise StorageError(lease.reason) from error
+                raise
+            finally:
+                lease.release()
+
+    def _look_again(self, lease: Lease) -> None:
+        """See what others have done, and not what this host remembers of the time before."""
+        if lease.seen:
+            plan = Plan.stored(self._own("plan.json"))
+            files = [self._final(entry) for entry in plan.entries] if plan else []
+            for directory in sorted({self._dest, self._private, *map(os.path.dirname, files)}):
+                look_again(directory, lease.token)
+
+    def _help(self, holder: str) -> None:
+        """While another host is at work: hash a part of what it has to hash."""
+        request = self._request
+
+        def begin(files: int) -> None:
+            request.tell(f"hashing a part of {files} files, another host hashes the others")
+
+        Board(self._private, holder, request.shared_timeout).help(self._final, request.stop.is_set, begin)
+
+    def _jointly(self) -> Outcome | None:
+        """The outcome when another host has hashed all of it while this one waited and helped."""
+        if self._request.verify != "full" or self._lease is None:
+            return None
+        proven = read_json(self._own("proven.json"))
+        if not isinstance(proven, dict) or proven.get("holder") not in self._lease.seen:
+            return None
+        outcome = self._by_receipts()
+        if outcome is None or outcome.plan.plan_digest != proven.get("plan_digest"):
+            return None
+        outcome.verified = f"sha256 (together with {proven.get('host')})"
+        return outcome
 
     def prepare(self) -> None:
         """Make sure that this is a place for a checkpoint."""
@@ -233,8 +318,9 @@ class Checkpoint:
 
     def at_once(self) -> Outcome | None:
         """The outcome when receipts prove all of it."""
-        if self._request.verify != "receipt":
-            return None
+        return self._by_receipts() if self._request.verify == "receipt" else None
+
+    def _by_receipts(self) -> Outcome | None:
         plan = Plan.stored(self._own("plan.json"))
         if plan is None or plan.inputs != self._inputs:
             return None
@@ -244,6 +330,8 @@ class Checkpoint:
             return None
         stored = read_json(self._summary_path)
         if not isinstance(stored, dict) or _essence(stored) != self._essence(plan):
+            return None
+        if self._surplus():
             return None
         described = self._describe(plan)
         return Outcome(
@@ -266,8 +354,7 @@ class Checkpoint:
             raise planning.PlanError(
                 f"{request.repository} has no {INDEX_NAME}, so its tensors cannot be told apart: set scope to all."
             )
-        pristine = self._pristine(index) if index else None
-        weight_map = self._weight_map(pristine) if pristine is not None else {}
+        weight_map, index_digest = self._weights(index) if index else ({}, None)
         absent = planning.absent_files(weight_map, entries)
         if absent:
             raise planning.PlanError(
@@ -275,18 +362,21 @@ class Checkpoint:
                 f"{request.revision} has no such file: choose a revision that is complete."
             )
         selection = self._select(weight_map, entries)
-        plan = self._plan(entries, selection, pristine)
+        plan = self._plan(entries, selection, index_digest)
         self._warnings += plan.warnings
         names: dict[str, list[str]] = {}
         for name, file in weight_map.items():
             names.setdefault(file, []).append(name)
 
         wanted, wrong = self._survey(plan)
+        linked = self._link_equal(wanted, wrong)
+        wanted = [entry for entry in wanted if entry not in linked]
         if wanted and isinstance(request.hub, Nowhere):
             self._refuse_to_fetch(plan, wanted)
         sizes: dict[str, int] = {}
         for entry in plan.entries:
-            if entry.path.endswith(_SAFETENSORS) and entry not in wanted:
+            there = entry not in wanted and not (request.check and entry in linked)
+            if entry.path.endswith(_SAFETENSORS) and there:
                 sizes[entry.path] = self._inspect(entry, self._final(entry), names.get(entry.path, []))
 
         self._check_room(wanted)
@@ -296,10 +386,11 @@ class Checkpoint:
             [entry.path for entry in wanted],
             hashed=sorted(self._hashed.difference(entry.path for entry in self._early)),
         )
+        outcome.linked = sorted(entry.path for entry in linked)
         outcome.before = self._describe(previous) if previous else {}
         outcome.after = self._describe(plan)
         if request.check:
-            outcome.fetched_bytes = sum(entry.size - fetch.journaled(self._private, entry) for entry in wanted)
+            outcome.fetched_bytes = sum(entry.size - fetch.journaled(self._work_directory, entry) for entry in wanted)
         elif wanted:
             self._fetch(wanted, names, sizes, outcome)
             outcome.replaced = [entry.path for entry in wanted if entry.path in wrong]
@@ -312,17 +403,22 @@ class Checkpoint:
         held = {entry.path for entry in plan.entries}
         outcome.fetch = sorted({*outcome.fetch, *(entry.path for entry in self._early if entry.path in held)})
         outcome.fetched_bytes += sum(entry.size for entry in self._early)
-        index_changed = bool(outcome.fetch)
-        if pristine is not None and not (request.check and wanted):
+        index_changed = bool(outcome.fetch or outcome.linked)
+        if index and not (request.check and (wanted or linked)):
             total = sum(sizes[file] for file in selection.files if file in sizes) if selection else 0
-            content = planning.pruned_index(weight_map, selection, total) if request.scope == "stage" else pristine
+            if request.scope == "stage":
+                content = planning.pruned_index(weight_map, selection, total)
+            else:
+                content = self._pristine(index)
             index_changed = self._put_index(plan, content)
         stored = read_json(self._summary_path)
         summary_changed = not isinstance(stored, dict) or _essence(stored) != self._essence(plan)
-        outcome.changed = bool(outcome.fetch) or index_changed or summary_changed
+        outcome.changed = bool(outcome.fetch or outcome.linked) or index_changed or summary_changed
         if not request.check:
             self._conclude(plan, summary_changed)
-            fetch.forget_parts(self._private, entries.values())
+            fetch.forget_parts(self._work_directory, entries.values())
+        outcome.removed = self._remove_surplus()
+        outcome.changed = outcome.changed or bool(outcome.removed)
         outcome.verified = self._verified(plan)
         outcome.warnings = self._warnings
         return outcome
@@ -349,7 +445,7 @@ class Checkpoint:
             entries = self._request.hub.listing()
         if not self._request.check:
             files = [entry.as_dict() for entry in entries]
-            write_json(path, {**about, "endpoint": self._request.hub.endpoint, "files": files})
+            self._write(path, {**about, "endpoint": self._request.hub.endpoint, "files": files})
         return entries
 
     def _pristine(self, entry: Entry) -> bytes:
@@ -359,16 +455,36 @@ class Checkpoint:
             if data is not None:
                 break
         else:
-            data, _digest = self._request.hub.read(entry)
-            self._early.append(entry)
+            data, _digest = self._read(entry)
+            if entry not in self._early:
+                self._early.append(entry)
             path = ""
         if path != self._index_path and not self._request.check:
-            write_atomic(self._index_path, data)
+            self._guard()
+            write_atomic(self._index_path, data, temporary=self._temporary("written.tmp"))
+        self._offer(entry, self._index_path)
         return data
 
-    def _weight_map(self, data: bytes) -> dict[str, str]:
+    def _read(self, entry: Entry) -> tuple[bytes, Digest]:
+        """A small file from elsewhere."""
+        exchange = self._request.exchange
+        if exchange and not self._request.check:
+            return exchange.read(entry, self._request.hub.read)
+        return self._request.hub.read(entry)
+
+    def _offer(self, entry: Entry, path: str) -> None:
+        if self._request.exchange:
+            self._request.exchange.offer(entry, path)
+
+    def _weights(self, entry: Entry) -> tuple[dict[str, str], str]:
+        """Which file holds which tensor, and the digest of the index that says so."""
+        data = self._pristine(entry)
+        digest = hashlib.sha256(data).hexdigest()
         try:
-            return planning.weight_map_of(json.loads(data))
+            # At full size, bytes, text and what they mean are not to be in memory all at once.
+            text = data.decode()
+            del data
+            return planning.weight_map_of(json.loads(text)), digest
         except ValueError as error:
             if isinstance(error, planning.PlanError):
                 raise
@@ -393,12 +509,14 @@ class Checkpoint:
         final = self._final(entry)
         data = _proven(final, entry)
         if data is None:
-            data, digest = self._request.hub.read(entry)
+            data, digest = self._read(entry)
             if not self._request.check and not os.path.lexists(final):
-                write_atomic(final, data, temporary=self._own("early.tmp"))
+                self._guard()
+                write_atomic(final, data, temporary=self._temporary("early.tmp"))
                 self._record(entry, os.stat(final), digest, self._request.hub.name)
                 self._early.append(entry)
                 self._hashed.add(entry.path)
+                self._offer(entry, final)
         try:
             config = json.loads(data)
             return bool(
@@ -407,14 +525,12 @@ class Checkpoint:
         except (ValueError, AttributeError):
             return False
 
-    def _plan(self, entries: dict[str, Entry], selection: Selection | None, pristine: bytes | None) -> Plan:
+    def _plan(self, entries: dict[str, Entry], selection: Selection | None, index_digest: str | None) -> Plan:
         hold, left = planning.files_to_hold(entries, selection)
         held = [entries[path] for path in hold]
         request = self._request
-        if pristine is None:
+        if index_digest is None:
             index_digest = planning.digest_of([entry.as_dict() for entry in held])
-        else:
-            index_digest = hashlib.sha256(pristine).hexdigest()
         summary = selection.summary() if selection else {"scope": "all", "weight_files": []}
         # Files beside the index that hold weights in another form: no stage needs them.
         indexed = set(selection.tensors) if selection else set()
@@ -465,6 +581,9 @@ class Checkpoint:
                 unproven.append(entry)
             else:
                 proven.append((receipt["hashed"], entry))
+                self._offer(entry, final)
+        if request.exchange:
+            request.exchange.ready(unproven)
         # The biggest first, so that no thread is left with one of them at the end.
         unproven.sort(key=lambda entry: -entry.size)
         rolling = self._oldest(proven) if request.verify == "rolling" else []
@@ -500,18 +619,38 @@ class Checkpoint:
                 self._hashed.add(entry.path)
                 previous = self._receipts.get(entry.path)
                 self._record(entry, stats, digest, previous["source"] if previous else "found")
+                self._offer(entry, self._final(entry))
             else:
                 wrong.append((entry, digest.found))
                 if not self._request.check:
                     self._receipts.drop(entry.path)
 
-        hash_files(
-            [(self._final(entry), entry) for entry in entries],
-            done=done,
-            stopped=self._request.stop.is_set,
-            enough=lambda: seconds > 0 and time.monotonic() >= deadline,
-            advance=self._progress.count,
-        )
+        def hash_here(files: list[Entry], claim: Callable[[Entry], bool] = lambda _entry: True) -> list[Entry]:
+            return hash_files(
+                [(self._final(entry), entry) for entry in files],
+                done=done,
+                stopped=self._request.stop.is_set,
+                enough=lambda: seconds > 0 and time.monotonic() >= deadline,
+                advance=self._progress.count,
+                claim=claim,
+            )
+
+        if self._lease is None or seconds or self._request.check:
+            hash_here(entries)
+            return wrong
+        board = Board(self._private, self._lease.token, self._request.shared_timeout)
+        board.put_up(entries)
+        try:
+
+            def told(entry: Entry, digest: Any, stats: os.stat_result) -> None:
+                self._helped += 1
+                self._progress.count(entry.size)
+                done(entry, digest, stats)
+
+            others = hash_here(entries, board.claim)
+            hash_here(board.collect(others, self._final, told, self._request.stop.is_set))
+        finally:
+            board.take_down()
         return wrong
 
     def _refuse_to_fetch(self, plan: Plan, wanted: list[Entry]) -> None:
@@ -537,7 +676,7 @@ class Checkpoint:
             raise StructureError(f"{entry.path} of {self._request.repository}: {error}") from error
 
     def _check_room(self, wanted: list[Entry]) -> None:
-        missing = sum(entry.size - fetch.allocated(self._private, entry) for entry in wanted)
+        missing = sum(entry.size - fetch.allocated(self._work_directory, entry) for entry in wanted)
         reason = why_no_room(self._dest, missing)
         if reason and self._request.check:
             self._warnings.append(reason)
@@ -559,8 +698,12 @@ class Checkpoint:
                 sizes[task.entry.path] = details
             self._hashed.add(task.entry.path)
             self._record(task.entry, stats, digest, source)
+            self._offer(task.entry, task.final)
 
         tasks = [task(entry) for entry in wanted]
+        exchange = self._request.exchange
+        if exchange and not exchange.first:
+            tasks.reverse()
         fetcher = fetch.Fetcher(
             [*self._request.mirrors, self._request.hub],
             self._private,
@@ -568,8 +711,13 @@ class Checkpoint:
             progress=self._progress,
             stop=self._request.stop,
             done=done,
+            exchange=exchange,
+            work=self._work_directory,
+            copies=copies_of(self._lease.inherited) if self._lease else (),
+            guard=self._guard,
         )
         fetcher.run(tasks)
+        outcome.peer_bytes = sum(task.near for task in tasks)
         outcome.fetched_bytes = sum(task.fetched for task in tasks)
         outcome.resumed_bytes = sum(task.resumed for task in tasks)
 
@@ -581,7 +729,8 @@ class Checkpoint:
         if self._request.check:
             return differs
         if differs:
-            write_atomic(path, content, temporary=self._own("written.tmp"))
+            self._guard()
+            write_atomic(path, content, temporary=self._temporary("written.tmp"))
         if not self._receipts.matches(INDEX_NAME, path, plan.index):
             digest = Digest(plan.index)
             digest.update(content)
@@ -591,14 +740,57 @@ class Checkpoint:
     def _conclude(self, plan: Plan, summary_changed: bool) -> None:
         path = self._own("plan.json")
         if read_json(path) != plan.as_dict():
-            write_json(path, plan.as_dict())
+            self._write(path, plan.as_dict())
         everything = all(entry.path in self._hashed for entry in plan.entries)
         if summary_changed or everything or self._request.verify == "rolling":
             times = [receipt["hashed"] for entry in plan.entries if (receipt := self._receipts.get(entry.path))]
             proven = utc_now() if everything else min(times, default=utc_now())
             verify = "full" if everything else self._request.verify
             summary = {**self._essence(plan), "proven": proven, "verify": verify}
-            write_json(self._summary_path, summary, temporary=self._own("written.tmp"))
+            self._write(self._summary_path, summary)
+        if self._lease and everything and self._request.verify == "full":
+            about = {"holder": self._lease.token, "host": socket.gethostname(), "plan_digest": plan.plan_digest}
+            self._write(self._own("proven.json"), about)
+
+    # Other revisions beside this one
+
+    def _link_equal(self, wanted: list[Entry], wrong: set[str]) -> list[Entry]:
+        """Take over what another revision holds already."""
+
+        def linked(entry: Entry, stats: os.stat_result, receipt: dict[str, Any], revision: str) -> None:
+            self._receipts.adopt(entry.path, stats, receipt, f"revision {revision}")
+            fetch.forget_part(self._work_directory, entry)
+            self._offer(entry, self._final(entry))
+
+        if not wanted:
+            return []
+        return revisions.link_equal(
+            self._dest,
+            self._request.repository,
+            [entry for entry in wanted if entry.path not in wrong],
+            temporary=self._temporary("link.tmp"),
+            dry=self._request.check,
+            linked=linked,
+        )
+
+    def _surplus(self) -> list[revisions.Revision]:
+        request = self._request
+        return revisions.surplus(self._dest, request.repository, request.keep_revisions, request.protect)
+
+    def _remove_surplus(self) -> list[str]:
+        """Remove the oldest revisions beyond the number to keep; those that were, or would be, removed."""
+        old = self._surplus()
+        if self._request.check:
+            return [revision.path for revision in old]
+        if self._request.keep_revisions:
+            revisions.forget_removed(self._dest)
+        removed = []
+        for revision in old:
+            beside = revisions.others(self._dest, self._request.repository)
+            kept = [(other.path, other.receipts) for other in beside if other.path != revision.path]
+            if revisions.remove(revision, [(self._dest, self._receipts), *kept]):
+                removed.append(revision.path)
+        return removed
 
     # Small things
 
@@ -608,6 +800,27 @@ class Checkpoint:
 
     def _own(self, name: str) -> str:
         return os.path.join(self._private, name)
+
+    @property
+    def _work_directory(self) -> str:
+        """Where this run alone writes: of several hosts in one directory, each has its own."""
+        return self._lease.work if self._lease else self._private
+
+    def _temporary(self, name: str) -> str:
+        return os.path.join(self._work_directory, name)
+
+    def _guard(self) -> None:
+        """Fail when another host is at work in the place of this one."""
+        if self._lease:
+            self._lease.renew()
+
+    def _book(self) -> Receipts:
+        temporary = self._temporary("receipts.tmp")
+        return Receipts(self._own("receipts.json"), temporary=temporary, guard=self._guard)
+
+    def _write(self, path: str, value: Any) -> None:
+        self._guard()
+        write_json(path, value, temporary=self._temporary("written.tmp"))
 
     def _final(self, entry: Entry) -> str:
         return os.path.join(self._dest, entry.path)
@@ -637,7 +850,8 @@ class Checkpoint:
         times = sorted(receipt["hashed"] for receipt in receipts if receipt)
         parts = []
         if now:
-            parts.append("sha256" if not times else f"sha256 for {len(now)} files")
+            words = "sha256" if not times else f"sha256 for {len(now)} files"
+            parts.append(f"{words} ({self._helped} of them by another host)" if self._helped else words)
         if times:
             parts.append(f"receipt (hashed {times[0]})" if not now else f"receipt for {len(times)} (hashed {times[0]})")
         return ", ".join(parts) or "not yet"

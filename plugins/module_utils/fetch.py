@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import hashlib
 import os
 import threading
@@ -25,6 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils.direct import Buffers, DirectFile, whole_blocks
+from ansible_collections.baremetal.kimi_k3.plugins.module_utils.exchange import GRANTED, HERE, Exchange
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils.hub import (
     Backoff,
     Body,
@@ -38,6 +38,7 @@ from ansible_collections.baremetal.kimi_k3.plugins.module_utils.pace import WIND
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils.receipts import StoppedError
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils.storage import (
     FILE_MODE,
+    boot_id,
     duration,
     human,
     make_dirs,
@@ -49,6 +50,8 @@ from ansible_collections.baremetal.kimi_k3.plugins.module_utils.storage import (
 _NAME_LENGTH = 150
 _REPORT_SECONDS = 1.0
 _FLUSH_POLL = 0.25
+_LOOK_AGAIN = 0.1
+_NEAR_RETRIES = 1  # there is always another source
 
 
 class FetchError(Exception):
@@ -68,7 +71,7 @@ class Options:
     min_rate_seconds: float = 30.0  # of waiting for bytes
     # Data that may have to be fetched again after a crash of the host; after a kill it is what was in the buffers.
     flush_bytes: int = 64 << 20
-    flush_seconds: float = 5.0
+    flush_seconds: float = 2.0
 
 
 @dataclass
@@ -81,6 +84,7 @@ class Task:
     inspect: Callable[[str], Any] | None = None
     resumed: int = 0
     fetched: int = 0
+    near: int = 0  # of the fetched bytes, those from a near source
     waited: float = 0.0  # seconds in which the other side had the turn
     kept: tuple[Part, Digest] | None = None  # of a connection that was closed to have fewer of them
 
@@ -98,6 +102,7 @@ class Progress:
     files_total: int = 0
     files_done: int = 0
     connections: int = 0
+    temporary: str | None = None
     _active: dict[str, list[int]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _writing: threading.Lock = field(default_factory=threading.Lock)
@@ -169,7 +174,7 @@ class Progress:
             return
         # A full disk must not end the run for the sake of its report.
         with self._writing, contextlib.suppress(OSError):
-            write_json(self.path, self.snapshot(), lasting=False)
+            write_json(self.path, self.snapshot(), lasting=False, temporary=self.temporary)
 
     @contextlib.contextmanager
     def reported(self) -> Any:
@@ -265,6 +270,37 @@ class Part:
             self._file.drop(done)
         tail = self.position - self._base
         self._buffer[:tail] = bytes(self._buffer[count - tail : count])
+
+    def copy(
+        self, parts: str, digest: Digest, advance: Callable[[int], None], stop: threading.Event, options: Options
+    ) -> None:
+        """Begin with what somebody else has of the file, who may still write to it: what is hashed is what is kept."""
+        path = part_path(parts, self.entry)
+        try:
+            there = min(read_journal(path + ".journal"), os.stat(path).st_size, self.entry.size)
+            other = DirectFile(path, os.O_RDONLY | os.O_NOFOLLOW)
+        except OSError:
+            return
+        try:
+            while self.position < there:
+                if stop.is_set():
+                    raise StoppedError
+                count = min(other.read(self._buffer, self.position), there - self.position)
+                if not count:
+                    break
+                digest.update(self._buffer[:count])
+                self.took(count)
+                advance(count)
+                self.store(options)
+                if self.position != self._base:
+                    break  # less than a block, which is the end of what is there
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            # It went away: what has been read of it is right.
+        finally:
+            other.close()
+        forget_part_in(parts, self.entry)
 
     def restart(self) -> None:
         with self._lock:
@@ -377,16 +413,6 @@ class Part:
             os.unlink(self.journal)
 
 
-@functools.cache
-def boot_id() -> str:
-    """What no two boots of any hosts have in common."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as stream:
-            return stream.read().strip()
-    except OSError:
-        return "unknown"
-
-
 def flat_name(entry: Entry) -> str:
     """A name for one content of one path, in one directory with all others."""
     identity = hashlib.sha256(f"{entry.path}\0{entry.size}\0{entry.digest}".encode()).hexdigest()[:12]
@@ -422,6 +448,18 @@ def journaled(directory: str, entry: Entry) -> int:
         return min(read_journal(path + ".journal"), os.stat(path).st_size, entry.size)
     except OSError:
         return 0
+
+
+def forget_part(directory: str, entry: Entry) -> None:
+    """Remove what was fetched of a file that is here by other means."""
+    forget_part_in(parts_dir(directory), entry)
+
+
+def forget_part_in(parts: str, entry: Entry) -> None:
+    path = part_path(parts, entry)
+    for name in (path, path + ".journal"):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name)
 
 
 def forget_parts(directory: str, entries: Iterable[Entry]) -> None:
@@ -479,10 +517,18 @@ class Fetcher:
         progress: Progress,
         stop: threading.Event,
         done: Callable[[Task, os.stat_result, Digest, str, Any], None],
+        exchange: Exchange | None = None,
+        work: str | None = None,
+        copies: Sequence[str] = (),
+        guard: Callable[[], None] = lambda: None,
     ) -> None:
         self._sources = sources
+        self._exchange = exchange
         self._directory = directory
-        self._parts = parts_dir(directory)
+        self._work_directory = work or directory  # for half fetched files
+        self._parts = parts_dir(self._work_directory)
+        self._copies = copies  # directories with half fetched files of others
+        self._guard = guard  # raises when this run may not give a file its name
         self._bad = os.path.join(directory, "bad")
         self._options = options
         self._progress = progress
@@ -583,14 +629,12 @@ class Fetcher:
         counted = True
         try:
             while True:
-                with self._changed:
-                    if not self._waiting or self._errors or self._stop.is_set():
-                        return
-                    if self._working > self._governor.target:
-                        return
-                    task = self._waiting.popleft()
+                following = self._next()
+                if following is None:
+                    return
+                task, sources = following
                 try:
-                    self._guarded(task)
+                    self._guarded(task, sources)
                 except _YieldedError:
                     counted = False
                     with self._changed:
@@ -605,14 +649,39 @@ class Fetcher:
                 self._working -= counted
                 self._changed.notify_all()
 
-    def _guarded(self, task: Task) -> None:
+    def _next(self) -> tuple[Task, Sequence[Source]] | None:
+        """What to fetch now, and from where; nothing when this thread is not needed any more."""
+        while True:
+            with self._changed:
+                if not self._waiting or self._errors or self._stop.is_set():
+                    return None
+                if self._working > self._governor.target:
+                    return None
+                exchange = self._exchange
+                if exchange is None:
+                    return self._waiting.popleft(), self._sources
+                task = next((task for task in self._waiting if not exchange.taken(task.entry)), None)
+                if task is None:
+                    # The other host is at all that is left.
+                    self._changed.wait(_LOOK_AGAIN)
+                    continue
+                self._waiting.remove(task)
+            answer = exchange.claim(task.entry)
+            if answer == GRANTED:
+                return task, self._sources
+            if answer == HERE:
+                return task, [exchange.peer, *self._sources]
+            with self._changed:
+                self._waiting.append(task)
+
+    def _guarded(self, task: Task, sources: Sequence[Source]) -> None:
         try:
-            self._fetch(task)
+            self._fetch(task, sources)
         except HubError as error:
             raise FetchError(f"{task.entry.path}: {error}") from error
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                missing = task.entry.size - allocated(self._directory, task.entry)
+                missing = task.entry.size - allocated(self._work_directory, task.entry)
                 raise FetchError(
                     f"{task.entry.path}: no room left on the file system of {task.final} "
                     f"({human(missing)} of this file are missing). Make room and run again: what is there is kept."
@@ -621,18 +690,18 @@ class Fetcher:
                 f"{task.entry.path}: {error.strerror or error} ({error.filename or task.final})."
             ) from error
 
-    def _fetch(self, task: Task) -> None:
+    def _fetch(self, task: Task, sources: Sequence[Source]) -> None:
         entry = task.entry
         rejected = os.path.join(self._bad, flat_name(entry) + ".fetched")
         # Bytes of one source may have been mixed with wrong ones of another: the last one gets a second chance.
-        sources = [*self._sources, self._sources[-1]]
+        left = deque([*sources, sources[-1]])
         tries = 0
-        while sources:
-            source = sources.pop(0)
+        while left:
+            source = left.popleft()
             try:
                 digest, part = self._receive(task, source)
             except HubError:
-                if all(other is source for other in sources):
+                if all(other is source for other in left):
                     raise
                 continue
             tries += 1
@@ -648,6 +717,7 @@ class Fetcher:
                     raise FetchError(
                         f"{entry.path} has the digest of the listing, but {error}. The bytes are in {rejected}."
                     ) from error
+                self._guard()
                 stats = part.finish(task.final, replaced_path(self._directory, entry))
             finally:
                 part.close()
@@ -685,8 +755,15 @@ class Fetcher:
         part = Part(self._parts, entry, self._buffers)
         digest = Digest(entry)
         self._progress.open(entry, 0)
+
+        def advance(count: int) -> None:
+            self._progress.advance(entry, count, fetched=False)
+
         try:
-            part.rehash(digest, lambda count: self._progress.advance(entry, count, fetched=False), self._stop)
+            part.rehash(digest, advance, self._stop)
+            for parts in self._copies:
+                if not part.position:
+                    part.copy(parts, digest, advance, self._stop, self._options)
         except BaseException:
             part.close()
             raise
@@ -697,7 +774,7 @@ class Fetcher:
 
     def _receive_into(self, task: Task, source: Source, part: Part, digest: Digest) -> None:
         entry = task.entry
-        backoff = Backoff(self._options.retries, self._options.backoff, self._stop)
+        backoff = Backoff(_NEAR_RETRIES if source.near else self._options.retries, self._options.backoff, self._stop)
         while part.position < entry.size:
             waited, before = task.waited, task.fetched
             try:
@@ -709,7 +786,7 @@ class Fetcher:
                         part.restart()
                         digest.restart()
                         self._progress.open(entry, 0)
-                    self._copy(task, body, part, digest)
+                    self._copy(task, source, body, part, digest)
                 finally:
                     with self._changed:
                         self._open_bodies.discard(body)
@@ -723,7 +800,7 @@ class Fetcher:
                 backoff.wait(error)
         part.store(self._options, tail=True)
 
-    def _copy(self, task: Task, body: Body, part: Part, digest: Digest) -> None:
+    def _copy(self, task: Task, source: Source, body: Body, part: Part, digest: Digest) -> None:
         entry, options = task.entry, self._options
         window, received = task.waited, 0
         while part.position < entry.size:
@@ -747,7 +824,10 @@ class Fetcher:
             received += count
             task.fetched += count
             self._progress.advance(entry, count)
-            self._throttle.take(count)
+            if source.near:
+                task.near += count
+            else:
+                self._throttle.take(count)
             if part.full or now - part.stored_at >= options.flush_seconds:
                 part.store(options)
             # Only the time spent waiting for bytes counts: a slow disk or a limit of our own is not their fault.

@@ -72,6 +72,7 @@ class Source(Protocol):
     """Where bytes of a file come from."""
 
     name: str
+    near: bool  # not behind the line that a rate limit is for
 
     def open(self, entry: Entry, offset: int) -> Body: ...
 
@@ -80,6 +81,7 @@ class Nowhere:
     """The place to get bytes from when none is to be asked."""
 
     endpoint = name = "nowhere"
+    near = True
 
     def listing(self) -> list[Entry]:
         raise HubError(
@@ -120,7 +122,7 @@ class Backoff:
             raise StoppedError
 
 
-class _Response:
+class Response:
     """An answer with status 200 or 206, length and range checked against what was asked."""
 
     def __init__(self, response: http.client.HTTPResponse, start: int) -> None:
@@ -183,6 +185,8 @@ class _Response:
 class Hub:
     """One pinned revision of one repository."""
 
+    near = False
+
     def __init__(
         self,
         endpoint: str,
@@ -195,6 +199,7 @@ class Hub:
         backoff: float = 1.0,
         ca_path: str | None = None,
         stop: threading.Event | None = None,
+        use_proxy: bool = True,
     ) -> None:
         self.endpoint = check_endpoint(endpoint)
         self.repository = repository
@@ -204,7 +209,7 @@ class Hub:
         self._timeout = timeout
         self._retries = retries
         self._base = backoff
-        self._session = _session(ca_path)
+        self._session = _session(ca_path, use_proxy)
         self.stop = stop or threading.Event()
         self._pause_until = 0.0
 
@@ -243,17 +248,21 @@ class Hub:
 
         return self._retry(once)
 
-    def open(self, entry: Entry, offset: int) -> _Response:
+    def open(self, entry: Entry, offset: int) -> Response:
         """Bytes of a file from an offset on; C(start) of the result is 0 when the server does not do ranges."""
-        headers = {"Range": f"bytes={offset}-"} if offset else {}
         url = f"{self.endpoint}/{quote(self.repository)}/resolve/{self.revision}/{quote(entry.path)}"
+        return self.fetch(url, entry, offset)
+
+    def fetch(self, url: str, entry: Entry, offset: int) -> Response:
+        """Bytes of a file that is at a URL."""
+        headers = {"Range": f"bytes={offset}-"} if offset else {}
         response = self._request(url, headers, entry.path)
         try:
             start = _check_answer(response, entry, offset)
         except BaseException:
             response.close()
             raise
-        return _Response(response, start)
+        return Response(response, start)
 
     def _page(self, url: str) -> tuple[list[Any], str | None]:
         response = self._request(url, {"Accept": "application/json"}, None)
@@ -339,7 +348,7 @@ class Hub:
         return HubError(f"{_shown(url)} answered {status} for {what}.")
 
 
-def _session(ca_path: str | None) -> urls.Request:
+def _session(ca_path: str | None, use_proxy: bool) -> urls.Request:
     """What all requests have in common; reading the certificates once saves more time than it looks."""
     try:
         context = urls.make_context(cafile=ca_path)
@@ -352,6 +361,7 @@ def _session(ca_path: str | None) -> urls.Request:
         unredirected_headers=["Authorization"],
         decompress=False,
         use_netrc=False,
+        use_proxy=use_proxy,
     )
 
 

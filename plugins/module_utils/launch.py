@@ -10,7 +10,7 @@ pipeline stage is the global rank divided by TP (vLLM 0.27 to 0.32, config/paral
 
 from __future__ import annotations
 
-import difflib
+import ipaddress
 import json
 import re
 import typing as t
@@ -18,14 +18,20 @@ import typing as t
 # Flags that differ between ranks by design; everything else must be equal on all of them.
 RANK_FLAGS = frozenset({"node-rank", "host", "port", "headless"})
 # Environment that names a host's own address, interface or devices.
-RANK_ENVIRONMENT = frozenset({"VLLM_HOST_IP", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA"})
+RANK_ENVIRONMENT = frozenset(
+    {"VLLM_HOST_IP", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_GID_INDEX"}
+)
 # Flags the role computes from the shape of the world; naming them in serve_args would contradict it.
 WORLD_FLAGS = frozenset(
     {
         "tensor-parallel-size",
+        "tp",
         "pipeline-parallel-size",
+        "pp",
         "nnodes",
+        "n",
         "node-rank",
+        "r",
         "master-addr",
         "master-port",
         "headless",
@@ -36,6 +42,8 @@ WORLD_FLAGS = frozenset(
         "api-key",
     }
 )
+# The agent and wait_for_model ask rank 0 by plain HTTP at serve_api_host and serve_api_port.
+ENTRANCE_FLAGS = frozenset({"ssl-keyfile", "ssl-certfile", "ssl-ca-certs", "ssl-cert-reqs", "uds"})
 
 
 class LaunchError(ValueError):
@@ -140,17 +148,121 @@ def normalise_flag(name: str) -> str:
 
 
 def launch_errors(args: t.Mapping[str, t.Any], environment: t.Mapping[str, t.Any]) -> list[str]:
-    """What cannot be given to vLLM as it stands: flags the role computes, and what no environment file can hold."""
-    errors = [
-        f"serve_args names '{name}', which the role computes: set the serve_* variable for it instead."
-        for name in args
-        if normalise_flag(name) in WORLD_FLAGS
-    ]
+    """What cannot be given to vLLM as it stands: flags the role computes, what no command or environment can hold."""
+    for name, given in (("serve_args", args), ("serve_environment", environment)):
+        if not isinstance(given, dict):
+            raise LaunchError(f"{name} is a {type(given).__name__}: it must be a dictionary.")
+    errors = []
+    names: dict[str, str] = {}
+    for name, value in args.items():
+        flag = normalise_flag(name)
+        if flag.removeprefix("no-") in WORLD_FLAGS:
+            errors.append(
+                f"serve_args names '{name}', which the role computes: set the serve_* variable for it instead."
+            )
+        elif flag in ENTRANCE_FLAGS:
+            errors.append(
+                f"serve_args names '{name}', but rank 0 is asked for proofs of life by plain HTTP at serve_api_port: "
+                "leave it out, and put a proxy before the API."
+            )
+        elif not re.fullmatch(r"[A-Za-z][A-Za-z0-9.-]*", flag):
+            errors.append(
+                f"'{_printable(name)}' in serve_args is no flag: write its name alone, and its value behind the colon."
+            )
+        elif flag in names:
+            errors.append(f"serve_args names '{names[flag]}' and '{name}', which are one flag: leave one out.")
+        elif not _sayable(value):
+            errors.append(f"The value of {name} in serve_args has characters that no command line can hold.")
+        names.setdefault(flag, str(name))
     for name, value in environment.items():
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", str(name)):
-            errors.append(f"'{name}' in serve_environment is no name of an environment variable.")
-        elif re.search(r"[\n\r\0]", _word(value)):
+            errors.append(f"'{_printable(name)}' in serve_environment is no name of an environment variable.")
+        elif value is not None and re.search(r"[\n\r\0]", _word(value)):
             errors.append(f"The value of {name} in serve_environment spans lines: write it on one.")
+        elif value is not None and not _sayable(value):
+            errors.append(f"The value of {name} in serve_environment has characters that no environment can hold.")
+    return errors
+
+
+def _sayable(value: t.Any) -> bool:
+    """Whether a word can be handed to a process: UTF-8 without a NUL."""
+    words = value if isinstance(value, list) else [value]
+    try:
+        return not any(b"\0" in _word(word).encode() for word in words)
+    except (UnicodeEncodeError, TypeError, ValueError):
+        return False
+
+
+def _printable(name: t.Any) -> str:
+    return "".join(c if c.isprintable() else "?" for c in str(name))
+
+
+def address_error(name: str, value: t.Any, listening: bool = False) -> str | None:
+    """What is wrong with an address on which others, or with C(listening) a server, are to be found."""
+    text = str(value)
+    told = f"{name} is '{_printable(text)}'"
+    try:
+        address = ipaddress.ip_address(text)
+    except ValueError:
+        if not re.search(r"[A-Za-z]", text) or not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?", text):
+            return f"{told}: it must be an IP address or a host name alone, without port, brackets or scheme."
+        local = text == "localhost"
+    else:
+        local = address.is_loopback or address.is_unspecified
+    if local and not listening:
+        return f"{told}, which other hosts cannot reach: set it to a private address of the host."
+    return None
+
+
+def service_errors(service: t.Mapping[str, t.Any]) -> list[str]:
+    """What the unit cannot hold or the agent would refuse at its start: sentences, empty when all is well.
+
+    C(service): C(unit), C(user), C(home), C(api_host), C(model_name), C(api_key), C(after), C(extra), C(ports) and
+    C(timeouts) by the name of their variable.
+    """
+    errors = []
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*[.]service", str(service["unit"])):
+        errors.append(f"serve_unit is '{service['unit']}': it must be the name of a unit such as kimi-k3.service.")
+    if not re.fullmatch(r"[a-z_][a-z0-9_-]{0,30}", str(service["user"])):
+        errors.append(f"serve_user is '{service['user']}': it must be the name of an account, in lower case.")
+    if not re.fullmatch(r"/var/lib/[A-Za-z0-9_][A-Za-z0-9._-]*", str(service["home"])):
+        errors.append(
+            f"serve_home is '{service['home']}': it must be a directory right below /var/lib, "
+            "which systemd makes and owns."
+        )
+    if found := address_error("serve_api_host", service["api_host"], listening=True):
+        errors.append(found)
+    if not str(service["model_name"]).strip():
+        errors.append("serve_model_name is empty: give the name under which clients ask for the model.")
+    if service["api_key"] and not re.fullmatch(r"[\x21-\x7e]+", str(service["api_key"])):
+        errors.append("serve_api_key has characters that no HTTP header can hold: use ASCII without spaces.")
+    for unit in service["after"]:
+        if not re.fullmatch(r"[A-Za-z0-9:_.@\\-]+[.][a-z]+", str(unit)):
+            errors.append(
+                f"serve_unit_after names '{_printable(unit)}': it must be the name of a unit such as srv.mount."
+            )
+    for name, value in service["extra"].items():
+        if not re.fullmatch(r"[A-Za-z][A-Za-z0-9]*", str(name)) or not isinstance(value, (str, int, float)):
+            errors.append(
+                f"serve_unit_extra names '{_printable(name)}': it must map settings of [Service] to one value each."
+            )
+        elif re.search(r"[\n\r\0]", str(value)):
+            errors.append(f"The value of {name} in serve_unit_extra spans lines: write it on one.")
+    by_port: dict[int, list[str]] = {}
+    for name, value in service["ports"].items():
+        by_port.setdefault(int(value), []).append(name)
+    for port, names in by_port.items():
+        if len(names) > 1:
+            errors.append(f"{' and '.join(names)} are both {port}: they must be different ports.")
+    timeouts = {name: float(value) for name, value in service["timeouts"].items()}
+    zero = [name for name, value in timeouts.items() if value <= 0]
+    errors.extend(f"{name} is 0: it must be more than 0 seconds." for name in zero)
+    heartbeat, peer = timeouts.get("serve_heartbeat"), timeouts.get("serve_peer_timeout")
+    if not zero and heartbeat is not None and peer is not None and heartbeat >= peer:
+        errors.append(
+            f"serve_heartbeat is {heartbeat:g} and serve_peer_timeout {peer:g}: "
+            "a peer can only be missed after more than a heartbeat."
+        )
     return errors
 
 
@@ -180,9 +292,9 @@ def rank_flags(settings: t.Mapping[str, t.Any]) -> dict[str, t.Any]:
 
 
 def rank_environment(settings: t.Mapping[str, t.Any]) -> dict[str, str]:
-    """The environment of one rank: what the release knows of C(environment), then what this host's place asks for.
+    """The environment of one rank: this host's place, over it what role fabric wrote, over it what the operator set.
 
-    A variable the operator set wins over the computed one of the same name.
+    The operator's None leaves a variable out wherever it comes from.
     """
     asked = applicable_environment(settings["environment"], settings["engine_version"], settings["releases"])
     computed = {
@@ -192,7 +304,9 @@ def rank_environment(settings: t.Mapping[str, t.Any]) -> dict[str, str]:
     }
     if settings["pipeline_layers"]:
         computed["VLLM_PP_LAYER_PARTITION"] = ",".join(str(int(n)) for n in settings["pipeline_layers"])
-    return {**computed, **asked}
+    left_out = {name for name, value in settings["environment"].items() if value is None}
+    merged = {**computed, **(settings.get("fabric_environment") or {}), **asked}
+    return {name: value for name, value in merged.items() if name not in left_out}
 
 
 def rank_configuration(settings: t.Mapping[str, t.Any]) -> dict[str, t.Any]:
@@ -242,20 +356,34 @@ def _probe_host(api_host: str) -> str:
     return f"[{api_host}]" if ":" in api_host and not api_host.startswith("[") else api_host
 
 
-def environment_file(environment: t.Mapping[str, str]) -> str:
-    """The text of a systemd EnvironmentFile; what it cannot hold is C(launch_errors)'s to find."""
+def environment_file(environment: t.Mapping[str, t.Any]) -> str:
+    """The text of a systemd EnvironmentFile; what it cannot hold is C(launch_errors)'s to find. None is left out."""
     lines = []
-    for name, value in sorted(environment.items()):
-        quoted = value.replace("\\", "\\\\").replace('"', '\\"').replace("$", "\\$").replace("`", "\\`")
+    for name, value in sorted((name, value) for name, value in environment.items() if value is not None):
+        quoted = _word(value).replace("\\", "\\\\").replace('"', '\\"').replace("$", "\\$").replace("`", "\\`")
         lines.append(f'{name}="{quoted}"\n')
     return "".join(lines)
+
+
+def parse_environment_file(text: str) -> dict[str, str]:
+    """A file as C(environment_file) writes it, read again."""
+    found = {}
+    for line in text.splitlines():
+        match = re.match(r"\s*([A-Za-z_][A-Za-z0-9_]*)=(.*)$", line)
+        if match:
+            value = match[2].strip()
+            if len(value) >= 2 and value[0] == value[-1] == '"':
+                value = re.sub(r"\\(.)", r"\1", value[1:-1])
+            found[match[1]] = value
+    return found
 
 
 def group_errors(shape: t.Mapping[str, t.Any]) -> list[str]:
     """What is wrong with one replica as the inventory describes it: sentences, empty when all is well.
 
     C(shape): C(group) (name), C(ranks) (host name to serve_rank or None), C(tensor_parallel), C(pipeline_parallel),
-    C(layers) (of the model), C(pipeline_layers) (per stage, may be empty).
+    C(layers) (of the model), C(pipeline_layers) (per stage, may be empty); and as far as they are known C(groups) and
+    C(addresses), host name to serve_group and serve_address.
     """
     group = shape["group"]
     ranks: dict[str, t.Any] = dict(shape["ranks"])
@@ -286,7 +414,33 @@ def group_errors(shape: t.Mapping[str, t.Any]) -> list[str]:
                 f"No host of group '{group}' has serve_rank {', '.join(map(str, gap))} ({beyond}): "
                 f"{len(ranks)} hosts take the ranks 0 to {len(ranks) - 1}."
             )
+    errors.extend(_place_errors(shape))
     errors.extend(_shape_errors(shape, len(ranks)))
+    return errors
+
+
+def _place_errors(shape: t.Mapping[str, t.Any]) -> list[str]:
+    """Hosts that think themselves in another replica, and addresses that cannot be those of several hosts."""
+    group = shape["group"]
+    errors = [
+        f"Host {host} is in group '{group}', but its serve_group is '{other}': a host belongs to one replica, "
+        "take it out of one of the groups."
+        for host, other in sorted(dict(shape.get("groups") or {}).items())
+        if other != group
+    ]
+    by_address: dict[str, list[str]] = {}
+    addresses = {host: str(address) for host, address in dict(shape.get("addresses") or {}).items() if address}
+    for host, address in sorted(addresses.items()):
+        found = address_error("serve_address", address, listening=len(shape["ranks"]) == 1)
+        if found:
+            errors.append(f"On host {host} {found}")
+        else:
+            by_address.setdefault(address.lower(), []).append(host)
+    for address, hosts in sorted(by_address.items()):
+        if len(hosts) > 1:
+            errors.append(
+                f"serve_address {address} is set for {' and '.join(hosts)}: each host has an address of its own."
+            )
     return errors
 
 
@@ -328,24 +482,6 @@ def _whole(value: t.Any) -> int | None:
     if isinstance(value, bool) or not re.fullmatch(r"\d+", str(value).strip()):
         return None
     return int(value)
-
-
-def unknown_variables(names: t.Iterable[str], known: t.Mapping[str, t.Iterable[str]]) -> list[str]:
-    """Sentences for names that begin like a role's variables but are none of them.
-
-    C(known) maps a role to its public variables. Names in C(names) that start with C(<role>_) and are not public there
-    are misspelt, or belong to another release: a role would silently ignore them.
-    """
-    everything = sorted({name for role in known.values() for name in role})
-    sentences = []
-    for name in sorted(set(names)):
-        role = next((role for role in known if name.startswith(f"{role}_")), None)
-        if role is None or name in everything:
-            continue
-        close = difflib.get_close_matches(name, everything, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"see the README of role {role}."
-        sentences.append(f"'{name}' is no variable of role {role}: {hint}")
-    return sentences
 
 
 def identity_differences(identities: t.Mapping[str, t.Mapping[str, str]]) -> list[str]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -49,8 +49,10 @@ def proof_of(stats: os.stat_result) -> dict[str, int]:
 class Receipts:
     """The receipts of one destination; every change is on disk before the call returns."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, *, temporary: str | None = None, guard: Callable[[], None] = lambda: None) -> None:
         self._path = path
+        self._temporary = temporary
+        self._guard = guard
         self._lock = threading.Lock()
         stored = read_json(path)
         valid = isinstance(stored, dict) and stored.get("schema") == SCHEMA and isinstance(stored.get("files"), dict)
@@ -86,6 +88,33 @@ class Receipts:
             self._files[name] = receipt
             self._write()
 
+    def items(self) -> list[tuple[str, dict[str, Any]]]:
+        with self._lock:
+            return [(name, receipt) for name, receipt in self._files.items() if isinstance(receipt, dict)]
+
+    def intact(self, name: str, path: str) -> bool:
+        """Whether a file is as its receipt says, whatever it should be."""
+        receipt = self.get(name)
+        try:
+            proof = proof_of(os.stat(path))
+        except OSError:
+            return False
+        return receipt is not None and all(receipt.get(field) == proof[field] for field in FIELDS)
+
+    def adopt(self, name: str, stats: os.stat_result, receipt: Mapping[str, Any], source: str) -> None:
+        """The receipt of a file that is another one's second name."""
+        with self._lock:
+            self._files[name] = {**receipt, **proof_of(stats), "source": source}
+            self._write()
+
+    def refresh(self, changed: Mapping[str, os.stat_result]) -> None:
+        """Files whose bytes were left alone while the number of their names changed, and so their change time."""
+        with self._lock:
+            for name, stats in changed.items():
+                self._files[name] = {**self._files[name], **proof_of(stats)}
+            if changed:
+                self._write()
+
     def drop(self, name: str) -> None:
         """A file was found to be wrong, whatever its receipt says."""
         with self._lock:
@@ -93,7 +122,8 @@ class Receipts:
                 self._write()
 
     def _write(self) -> None:
-        write_json(self._path, {"schema": SCHEMA, "files": self._files})
+        self._guard()
+        write_json(self._path, {"schema": SCHEMA, "files": self._files}, temporary=self._temporary)
 
 
 def hash_file(
@@ -146,20 +176,27 @@ def hash_files(
     stopped: Callable[[], bool] = lambda: False,
     enough: Callable[[], bool] = lambda: False,
     advance: Callable[[int], None] = _ignore,
-) -> None:
+    claim: Callable[[Entry], bool] = lambda _entry: True,
+) -> list[Entry]:
     """Hash files in parallel (hashing leaves the interpreter free); each result is handed over as it comes.
 
-    C(enough) is asked before each file but the first.
+    C(enough) is asked before each file but the first. Files that C(claim) says are somebody else's are returned.
     """
     buffers = Buffers()
     failed = threading.Event()
     begun = threading.Event()
+    others: list[Entry] = []
 
     def one(job: tuple[str, Entry]) -> None:
         path, entry = job
         if begun.is_set() and enough():
             return
         begun.set()
+        if failed.is_set() or stopped():
+            raise StoppedError
+        if not claim(entry):
+            others.append(entry)
+            return
         try:
             digest, stats = hash_file(
                 path, entry, buffers=buffers, stopped=lambda: failed.is_set() or stopped(), advance=advance
@@ -176,3 +213,4 @@ def hash_files(
     real = [error for error in errors if not isinstance(error, StoppedError)]
     if real or errors:
         raise (real or errors)[0]
+    return others

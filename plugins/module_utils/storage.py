@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
+import hashlib
 import json
 import os
 import re
@@ -30,6 +32,26 @@ class StorageError(Exception):
 
 def utc_now() -> str:
     return datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+@functools.cache
+def boot_id() -> str:
+    """What no two boots of any hosts have in common."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as stream:
+            return stream.read().strip()
+    except OSError:
+        return "unknown"
+
+
+def host_id() -> str:
+    """What no two hosts have in common: the name too, since a copied disk has a copied machine-id."""
+    try:
+        with open("/etc/machine-id", encoding="ascii") as stream:
+            machine = stream.read().strip()
+    except (OSError, ValueError):
+        machine = ""
+    return hashlib.sha256(f"{socket.gethostname()}\0{machine}".encode()).hexdigest()[:16]
 
 
 def human(count: float) -> str:
@@ -218,7 +240,10 @@ class Lock:
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EAGAIN):
                 return False
-            raise StorageError(f"{self._path} cannot be locked ({error.strerror}).") from error
+            raise StorageError(
+                f"{self._path} cannot be locked ({error.strerror}): mount its file system with locks, which need not "
+                "reach across hosts."
+            ) from error
         return True
 
     def _holder(self, descriptor: int) -> str:

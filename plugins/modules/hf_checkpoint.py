@@ -16,7 +16,8 @@ description:
     to be true needs neither the network nor the bytes.
   - Files that another tool has put there are hashed once and kept when they are right. A wrong file is replaced only
     when the right one is there, and is then kept in C(.kimi-k3/bad) below O(dest).
-  - Nothing that is right is ever removed. Files that the plan does not name are left alone.
+  - Nothing that is right is ever removed, unless O(keep_revisions) says so of a whole revision. Files that the plan
+    does not name are left alone.
   - The module needs nothing but Python on the host.
 author:
   - The baremetal.kimi_k3 authors (@baremetal-kimi-k3)
@@ -156,7 +157,7 @@ options:
     default: 8
   verify:
     description:
-      - How to prove files that were proven before.
+      - How to prove files that were proven before. With O(shared), hosts that run at the same time hash a part each.
       - With V(receipt), by their receipts; a file is hashed again when anything about it has changed.
       - With V(rolling), by their receipts, and of those by hashing the ones that were hashed longest ago, until
         O(verify_seconds) or O(verify_bytes) are used up. In this way every byte is read again over a number of runs.
@@ -183,8 +184,78 @@ options:
         interrupted. What it has fetched need not be fetched again.
     type: int
     default: 3600
+  shared:
+    description:
+      - Other hosts see the same O(dest) on a shared file system and run this module at the same time. One of them
+        fetches, the others wait, help it to hash what has to be hashed, and take over its work when it is gone.
+      - Nothing is asked of the file system but that renaming a file is done once, by one of two hosts. Where O(dest) is
+        not shared after all, every host does all the work in its own.
+      - All hosts have to say so, and to hold the same. With O(scope=stage), O(stages) has to be empty, since there is
+        one index for all of them.
+    type: bool
+    default: false
+  shared_timeout:
+    description:
+      - Seconds of silence after which the host that does the work is taken for gone, by the clock of the one that
+        waits. To be longer than the shared file system is ever silent itself.
+      - While it is heard of, it is waited for without limit.
+    type: int
+    default: 60
   allow_tmpfs:
     description: Accept a O(dest) in memory, which is otherwise refused.
+    type: bool
+    default: false
+  keep_revisions:
+    description:
+      - How many revisions of O(repository) to keep in the directory that O(dest) is in, the one in O(dest) counted.
+        V(0) keeps all. Older ones are removed, when everything in O(dest) is proven.
+      - A revision is a directory with the name of a commit in which this module has put that commit of O(repository).
+        O(dest) must be named so, too. Nothing else is ever removed.
+      - One that a process uses, or that a file of O(protect) names, is left for a later run.
+      - Files that two revisions have in common are held once, as hard links, whatever this option says.
+    type: int
+    default: 0
+  protect:
+    description: Files on the host, as the configuration of an engine. The revisions whose paths they name are kept.
+    type: list
+    elements: path
+    default: []
+  exchange:
+    description:
+      - Give files to another host that runs this module at the same time, and take from it what it has, so that each
+        byte that both need comes from outside once. What the other host cannot give comes from O(endpoint).
+      - The module listens for the other host while it works, and until the other one is done or has been silent for
+        O(exchange.timeout). The bytes are not encrypted on their way; they are proven like all others.
+    type: dict
+    suboptions:
+      address:
+        description: This host's address on the network between the hosts.
+        type: str
+        required: true
+      peer:
+        description: The other host's address there.
+        type: str
+        required: true
+      port:
+        description: The TCP port on both hosts.
+        type: int
+        default: 29551
+      token:
+        description: A secret, the same on both hosts, that lets no stranger in. To be made up for each run.
+        type: str
+        required: true
+      first:
+        description: Whether this is the first of the two. It begins at the start of the list, the other at the end.
+        type: bool
+        required: true
+      timeout:
+        description: Seconds of silence after which the other host is taken for gone.
+        type: int
+        default: 60
+  defer:
+    description:
+      - When there is anything to do, do not do it, but return RV(pending) as true.
+      - Has no effect in check mode.
     type: bool
     default: false
   detach:
@@ -272,6 +343,16 @@ assumed_rate:
   returned: in check mode
   type: int
   sample: 300000000
+peer_bytes:
+  description: How many of RV(fetched_bytes) came from the other host of O(exchange).
+  returned: success
+  type: int
+  sample: 1000000
+pending:
+  description: There is something to do, which O(defer) put off. Nothing else is returned then.
+  returned: when O(defer) is true
+  type: bool
+  sample: false
 resumed_bytes:
   description: Bytes that an interrupted run had fetched and that were used.
   returned: success
@@ -289,13 +370,30 @@ replaced:
   type: list
   elements: str
   sample: [model-00002-of-000096.safetensors]
+linked:
+  description: Names of the files that another revision had already, and that are hard links to those.
+  returned: success
+  type: list
+  elements: str
+  sample: [tokenizer.model]
+removed:
+  description: Directories of the revisions that were removed, or in check mode would be.
+  returned: success
+  type: list
+  elements: str
+  sample: []
 verified:
   description:
     - How the files are proven. V(sha256) means that every byte was hashed in this run; V(receipt) comes with the time
-      at which the oldest of them was.
+      at which the oldest of them was. With O(shared), it says which part other hosts had in it.
   returned: success
   type: str
   sample: receipt (hashed 2026-11-29T10:02:00Z)
+shared:
+  description: As O(shared).
+  returned: success
+  type: bool
+  sample: false
 plan:
   description: What was selected from the repository.
   returned: success
@@ -392,6 +490,7 @@ from ansible_collections.baremetal.kimi_k3.plugins.module_utils.checkpoint_job i
     progress_of,
 )
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils.checkpoint_plan import digest_of
+from ansible_collections.baremetal.kimi_k3.plugins.module_utils.exchange import Exchange, Peer
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils.fetch import FetchError, Options
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils.hub import (
     DEFAULT_ENDPOINT,
@@ -400,6 +499,7 @@ from ansible_collections.baremetal.kimi_k3.plugins.module_utils.hub import (
     Nowhere,
     parse_token,
 )
+from ansible_collections.baremetal.kimi_k3.plugins.module_utils.storage import host_id
 
 ARGUMENT_SPEC: dict[str, dict[str, Any]] = {
     "repository": {"type": "str", "required": True},
@@ -428,25 +528,43 @@ ARGUMENT_SPEC: dict[str, dict[str, Any]] = {
     "verify_bytes": {"type": "int", "default": 0},
     "assumed_rate": {"type": "int", "default": 300_000_000},
     "lock_timeout": {"type": "int", "default": 3600},
+    "shared": {"type": "bool", "default": False},
+    "shared_timeout": {"type": "int", "default": 60},
     "allow_tmpfs": {"type": "bool", "default": False},
+    "keep_revisions": {"type": "int", "default": 0},
+    "protect": {"type": "list", "elements": "path", "default": []},
+    "exchange": {
+        "type": "dict",
+        "options": {
+            "address": {"type": "str", "required": True},
+            "peer": {"type": "str", "required": True},
+            "port": {"type": "int", "default": 29551},
+            "token": {"type": "str", "required": True, "no_log": True},
+            "first": {"type": "bool", "required": True},
+            "timeout": {"type": "int", "default": 60},
+        },
+    },
+    "defer": {"type": "bool", "default": False},
     "detach": {"type": "bool", "default": True},
     # From the action plugin: {slice, run}, seconds to follow and which run.
     "_progress": {"type": "dict"},
 }
 # Options that do not make it another piece of work.
-_MANNER = frozenset({"_progress", "detach", "lock_timeout", "assumed_rate"})
+_MANNER = frozenset({"_progress", "detach", "defer", "exchange", "lock_timeout", "assumed_rate"})
 _AT_LEAST = {
     "connections": 1,
     "max_connections": 1,
     "verify_seconds": 0,
     "verify_bytes": 0,
     "assumed_rate": 1,
+    "keep_revisions": 0,
     "rate_limit": 0,
     "min_rate": 0,
     "min_rate_seconds": 1,
     "timeout": 1,
     "retries": 0,
     "lock_timeout": 0,
+    "shared_timeout": 1,
 }
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 _REVISION = re.compile(r"[0-9a-f]{40}")
@@ -466,6 +584,42 @@ def check_parameters(params: dict[str, Any]) -> str | None:
     for name, least in _AT_LEAST.items():
         if params[name] < least:
             return f"{name} must be {least} or more, not {params[name]}."
+    if params["shared"]:
+        return check_shared(params)
+    if params["exchange"]:
+        return check_exchange(params["exchange"])
+    return None
+
+
+def check_shared(params: dict[str, Any]) -> str | None:
+    if params["exchange"]:
+        return "exchange is for hosts with a dest each, and shared for hosts with one dest: set one of the two."
+    if params["keep_revisions"]:
+        return (
+            "keep_revisions must be 0 with shared, since a host cannot see which revisions the others use: "
+            "remove old ones by hand."
+        )
+    if params["scope"] == "stage" and params["stages"]:
+        return (
+            f"stages must be empty with shared, not {params['stages']}: one directory has one index, "
+            "so it has to hold what all hosts need."
+        )
+    return None
+
+
+def check_exchange(options: dict[str, Any]) -> str | None:
+    places = {name: options[name].strip("[] ").lower() for name in ("address", "peer")}
+    for name, place in places.items():
+        if place in ("", "*", "0.0.0.0", "::"):  # noqa: S104  (refused)
+            return f"exchange.{name} must be the address of one host, not {options[name]!r}."
+    if places["address"] == places["peer"]:
+        return f"exchange.address and exchange.peer are both {options['peer']}: a host cannot exchange with itself."
+    if not 0 < options["port"] < 65536:
+        return f"exchange.port must be a TCP port, 1 to 65535, not {options['port']}."
+    if not options["token"] or not options["token"].isascii() or not options["token"].isprintable():
+        return "exchange.token must be printable ASCII and not empty."
+    if options["timeout"] < 1:
+        return f"exchange.timeout must be 1 or more, not {options['timeout']}."
     return None
 
 
@@ -506,6 +660,7 @@ def request_of(params: dict[str, Any], check: bool, token: str | None, stop: thr
         hub: Hub | Nowhere = Nowhere()
     else:
         hub = server(params["endpoint"] or os.environ.get("HF_ENDPOINT") or DEFAULT_ENDPOINT, token)
+    exchange = params["exchange"]
     return Request(
         repository=params["repository"],
         revision=params["revision"],
@@ -516,6 +671,7 @@ def request_of(params: dict[str, Any], check: bool, token: str | None, stop: thr
         layers=params["layers"],
         language_model_only=params["language_model_only"],
         hub=hub,
+        exchange=exchange_of(exchange, params["timeout"], stop) if exchange and not check else None,
         mirrors=[server(url, None) for url in params["mirrors"]] if params["source"] != "present" else [],
         listing_file=params["listing_file"],
         verify=params["verify"],
@@ -530,8 +686,27 @@ def request_of(params: dict[str, Any], check: bool, token: str | None, stop: thr
             min_rate_seconds=params["min_rate_seconds"],
         ),
         lock_timeout=params["lock_timeout"],
+        shared=params["shared"],
+        shared_timeout=params["shared_timeout"],
         allow_tmpfs=params["allow_tmpfs"],
+        keep_revisions=params["keep_revisions"],
+        protect=params["protect"],
         check=check,
+        stop=stop,
+    )
+
+
+def exchange_of(options: dict[str, Any], timeout: float, stop: threading.Event) -> Exchange:
+    host = options["peer"].strip("[] ")
+    host = f"[{host}]" if ":" in host else host
+    peer = Peer(f"http://{host}:{options['port']}", options["token"], timeout=timeout, stop=stop)
+    return Exchange(
+        peer,
+        address=options["address"].strip("[] "),
+        port=options["port"],
+        token=options["token"],
+        first=options["first"],
+        timeout=options["timeout"],
         stop=stop,
     )
 
@@ -547,10 +722,14 @@ def result_of(request: Request, outcome: Outcome) -> dict[str, Any]:
         "bytes": outcome.plan.size,
         "fetch": outcome.fetch,
         "fetched_bytes": outcome.fetched_bytes,
+        "peer_bytes": outcome.peer_bytes,
         "resumed_bytes": outcome.resumed_bytes,
         "hashed": outcome.hashed,
         "replaced": outcome.replaced,
+        "linked": outcome.linked,
+        "removed": outcome.removed,
         "verified": outcome.verified,
+        "shared": request.shared,
         "plan": outcome.plan.summary,
         "plan_digest": outcome.plan.plan_digest,
         "identity_digest": outcome.plan.identity_digest,
@@ -607,8 +786,8 @@ def finished(params: dict[str, Any], request: Request, outcome: Outcome, diff: b
 
 
 def job_of(params: dict[str, Any]) -> Job:
-    """The work's name: the same for the same options."""
-    name = digest_of({key: value for key, value in params.items() if key not in _MANNER})[:12]
+    """The work's name: the same for the same options on the same host."""
+    name = digest_of({**{key: value for key, value in params.items() if key not in _MANNER}, "host": host_id()})[:12]
     return Job(os.path.join(private_dir(params["dest"]), "runs"), name)
 
 
@@ -621,7 +800,7 @@ def follow(params: dict[str, Any], request: Request, diff: bool) -> dict[str, An
             run = again(job, progress["run"])
         else:
             checkpoint = Checkpoint(request)
-            outcome = checkpoint.at_once()
+            outcome = None if request.exchange else checkpoint.at_once()
             if outcome is not None:
                 return finished(params, request, outcome, diff)
             checkpoint.prepare()
@@ -664,7 +843,11 @@ def main() -> None:
     except ERRORS as error:
         module.fail_json(msg=str(error))
     try:
-        if module.params["_progress"] and module.params["detach"] and not module.check_mode:
+        if module.params["defer"] and not module.check_mode:
+            outcome = Checkpoint(request).at_once()
+            result = finished(module.params, request, outcome, module._diff) if outcome else {"changed": False}
+            result["pending"] = outcome is None
+        elif module.params["_progress"] and module.params["detach"] and not module.check_mode:
             result = follow(module.params, request, module._diff)
         else:
             stop_on_signals(stop, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)

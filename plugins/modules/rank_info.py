@@ -46,6 +46,9 @@ options:
   checkpoint:
     description: The directory of the checkpoint; its C(checkpoint.json) is read.
     type: path
+  fabric_file:
+    description: The environment file that the role P(baremetal.kimi_k3.fabric#role) writes.
+    type: path
   unit:
     description: The name of the systemd unit.
     type: str
@@ -92,6 +95,11 @@ checkpoint:
   returned: success
   type: dict
   sample: {"revision": "f831ab66814297da540d832a5235f8e904f29d06", "scope": "stage"}
+fabric:
+  description: The variables in O(fabric_file), V(none) when there is no such file.
+  returned: success
+  type: dict
+  sample: {"NCCL_IB_HCA": "=mlx5_4:1,mlx5_5:1"}
 unit:
   description: Properties of the unit as systemd tells them.
   returned: success
@@ -127,10 +135,11 @@ status:
 import json
 import os
 import re
-import socket
 import typing as t
 
 from ansible.module_utils.basic import AnsibleModule
+from ansible_collections.baremetal.kimi_k3.plugins.module_utils.launch import parse_environment_file
+from ansible_collections.baremetal.kimi_k3.plugins.module_utils.route import RouteError, route_to
 
 UNIT_PROPERTIES = {
     "load_state": "LoadState",
@@ -150,22 +159,6 @@ def parse_properties(text: str) -> dict[str, t.Any]:
     for name in ("main_pid", "restarts"):
         result[name] = int(result[name]) if str(result[name] or "").isdigit() else 0
     return result
-
-
-def interface_of(address: str, listing: list[dict[str, t.Any]]) -> str | None:
-    """The interface that carries C(address), from C(ip -json address show)."""
-    for link in listing:
-        if any(info.get("local") == address for info in link.get("addr_info", [])):
-            return link.get("ifname")
-    return None
-
-
-def route_address(peer: str) -> str:
-    """This host's source address on the route to C(peer). Raises OSError when it does not resolve or has no route."""
-    family, kind, protocol, _name, target = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.connect(target)
-        return probe.getsockname()[0]
 
 
 def read_json(path: str) -> dict[str, t.Any] | None:
@@ -188,21 +181,16 @@ class Observation:
         self.params = module.params
 
     def route(self) -> dict[str, t.Any] | None:
-        address, peer = self.params["address"], self.params["peer"]
-        if not address and not peer:
-            return None
-        if not address:
-            try:
-                address = route_address(peer)
-            except OSError as error:
-                self.module.fail_json(
-                    msg=f"This host has no route to its peer '{peer}' ({error}): "
-                    "set serve_address of both hosts to the private addresses they share."
-                )
+        try:
+            return route_to(self.params["peer"], self.params["address"], self.links)
+        except RouteError as error:
+            self.module.fail_json(msg=str(error))
+
+    def links(self) -> str:
         rc, out, err = self.module.run_command(["ip", "-json", "address", "show"])
         if rc != 0:
             self.module.fail_json(msg=f"'ip -json address show' failed: {err.strip()} (package iproute2).")
-        return {"address": address, "interface": interface_of(address, json.loads(out or "[]"))}
+        return out
 
     def document(self, path: str | None, what: str) -> dict[str, t.Any] | None:
         if not path:
@@ -211,6 +199,19 @@ class Observation:
             return read_json(path)
         except (OSError, ValueError) as error:
             self.module.fail_json(msg=f"The {what} at {path} cannot be read ({error}): remove it or restore it.")
+
+    def fabric(self, path: str | None) -> dict[str, str] | None:
+        if not path:
+            return None
+        try:
+            with open(path, encoding="utf-8") as file:
+                return parse_environment_file(file.read())
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except (OSError, ValueError) as error:
+            self.module.fail_json(
+                msg=f"The environment of the fabric at {path} cannot be read ({error}): run the playbook prepare."
+            )
 
     def unit(self) -> dict[str, t.Any]:
         name = self.params["unit"]
@@ -228,6 +229,7 @@ def main() -> None:
             "address": {"type": "str"},
             "venv": {"type": "path"},
             "checkpoint": {"type": "path"},
+            "fabric_file": {"type": "path"},
             "unit": {"type": "str", "default": "kimi-k3.service"},
             "status_file": {"type": "path", "default": "/run/kimi-k3/status.json"},
         },
@@ -240,6 +242,7 @@ def main() -> None:
         route=look.route(),
         engine=look.document(venv and os.path.join(venv, "engine.json"), "receipt of the engine"),
         checkpoint=look.document(checkpoint and os.path.join(checkpoint, "checkpoint.json"), "checkpoint statement"),
+        fabric=look.fabric(module.params["fabric_file"]),
         unit=look.unit(),
         status=look.document(module.params["status_file"], "status of the rank agent"),
     )

@@ -53,7 +53,8 @@ def choose(wanted: tuple[int, int] | None = None) -> str:
 
 def environment(folder: Path, requirements: Path, wanted: tuple[int, int] | None = None) -> None:
     """Make the environment unless it stands and was made from these very requirements."""
-    text = b"".join(path.read_bytes() for path in [requirements, ROOT / "requirements.txt"])
+    included = [ROOT / "requirements.txt", ROOT / "requirements-bench.txt"]
+    text = b"".join(path.read_bytes() for path in [requirements, *included])
     stamp, mark = folder / "requirements.sha256", hashlib.sha256(text).hexdigest()
     if stamp.is_file() and stamp.read_text(encoding="utf-8") == mark:
         return

@@ -9,6 +9,7 @@ readmes.py --write    writes the READMEs
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import sys
@@ -68,7 +69,7 @@ def readme(role: Path) -> str:
         ],
     ]
     if page.is_file():
-        parts.append(page.read_text(encoding="utf-8").strip())
+        parts.append(page.read_text(encoding="utf-8").strip().replace("<!-- checks -->", checks_table().strip()))
     parts.append("## Variables")
     table = ["| Variable | Type | Default | Meaning |", "|---|---|---|---|", *rows(main["options"])]
     parts.append("\n".join(table))
@@ -76,6 +77,13 @@ def readme(role: Path) -> str:
     if others:
         parts += ["## Other entry points (`tasks_from`)", "\n".join(others)]
     return "\n\n".join(parts) + "\n"
+
+
+def checks_table() -> str:
+    """The checks of role preflight, from the code that performs them."""
+    sys.path.insert(0, str(ROOT / ".collections"))
+    module = importlib.import_module("ansible_collections.baremetal.kimi_k3.plugins.module_utils.preflight")
+    return module.table()
 
 
 def disagreements(role: Path) -> list[str]:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -52,6 +54,66 @@ class Hub:
     def requests(self, where: str, path: str | None = None) -> list[dict[str, Any]]:
         log = self._call("GET", "log")["requests"]
         return [line for line in log if line["where"] == where and path in (None, line["path"])]
+
+    def sent(self) -> dict[str, int]:
+        """Bytes of each file that left the hub."""
+        total: dict[str, int] = {}
+        for where in ("cdn", "resolve"):
+            for line in self.requests(where):
+                total[line["path"]] = total.get(line["path"], 0) + line["bytes"]
+        return total
+
+    def sizes(self, variables: dict[str, Any]) -> dict[str, int]:
+        """All files of the revision."""
+        tree = f"{variables['checkpoint_repository']}/tree/{variables['checkpoint_revision']}?recursive=true"
+        return {item["path"]: item["size"] for item in self.get(f"/api/models/{tree}") if item["type"] == "file"}
+
+
+PLAY = """
+- hosts: kimi_k3
+  gather_facts: false
+  any_errors_fatal: true
+  tasks:
+    - ansible.builtin.import_role: {name: baremetal.kimi_k3.checkpoint}
+"""
+
+
+class Play:
+    """The role on both hosts, by the command line that a person would use."""
+
+    root = ROOT
+
+    def __init__(self, folder: Path, hosts: list[Any]) -> None:
+        self.hosts = hosts
+        self.variables: dict[str, Any] = {}
+        self.file = folder / "play.yml"
+        self.file.write_text(PLAY)
+
+    def command(self, *arguments: str, **variables: Any) -> list[str]:
+        values = {
+            "checkpoint_scope": "all",
+            "checkpoint_layers": 6,
+            "checkpoint_pipeline_layers": [4, 2],
+            **self.variables,
+            **variables,
+        }
+        return [
+            *(sys.executable, "-m", "ansible", "playbook", "-i", str(INVENTORY), str(self.file)),
+            *("-e", json.dumps(values), *arguments),
+        ]
+
+    def run(self, *arguments: str, **variables: Any) -> str:
+        done = subprocess.run(
+            self.command(*arguments, **variables),
+            cwd=ROOT,
+            env={**os.environ, "ANSIBLE_FORCE_COLOR": "0", "ANSIBLE_NOCOLOR": "1"},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=300,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
 
 
 class Destination:
@@ -129,6 +191,13 @@ def hub(variables: dict[str, Any]) -> Iterator[Hub]:
     hub.forget()
     yield hub
     hub.behave()
+
+
+@pytest.fixture
+def both(tmp_path: Path, host: Any) -> Play:
+    """The role, on both hosts at once."""
+    names = ("rank0", "rank1")
+    return Play(tmp_path, [host.get_host(f"ansible://{name}", ansible_inventory=str(INVENTORY)) for name in names])
 
 
 @pytest.fixture

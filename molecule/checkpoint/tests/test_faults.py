@@ -126,3 +126,54 @@ def test_memory_is_refused(empty):
     assert result["failed"]
     assert "is on tmpfs (/dev/shm)" in result["msg"]
     assert not empty.host.file("/dev/shm/checkpoint").exists  # noqa: S108
+
+
+def test_a_disk_that_is_too_small_and_then_made_larger(empty):
+    host, path = empty.host, empty.path
+    host.check_output(f"mkdir -p {path} && mount -t tmpfs -o size=1m none {path}")
+    try:
+        result = empty.hold(allow_tmpfs=True)
+        assert result["failed"]
+        assert "bytes are missing" in result["msg"]
+        assert empty.names() == set()
+        host.check_output(f"mount -o remount,ro {path}")
+        assert "Read-only file system" in empty.hold(allow_tmpfs=True)["msg"]
+        host.check_output(f"mount -o remount,rw,size=2g {path}")
+        assert empty.hold(allow_tmpfs=True)["changed"]
+        assert empty.wrong() == []
+    finally:
+        host.check_output(f"umount {path}")
+
+
+def test_a_disk_that_fills_while_it_is_fetched_to(empty, hub):
+    host, path = empty.host, empty.path
+    host.check_output(f"mkdir -p {path} && mount -t tmpfs -o size=2g none {path}")
+    result = {}
+    try:
+        hub.fault("trickle", path=SHARD, on="cdn", rate=100_000)
+        run = threading.Thread(target=lambda: result.update(empty.hold(allow_tmpfs=True, connections=1)))
+        run.start()
+        empty.until(lambda: host.file(f"{path}/model-00001-of-00016.safetensors").exists)
+        # Somebody else takes all that is left.
+        host.run(f"dd if=/dev/zero of={path}/other bs=1M 2>/dev/null")
+        run.join()
+        assert result["failed"]
+        assert "no room left on the file system" in result["msg"]
+        assert "Make room and run again" in result["msg"]
+        host.check_output(f"rm {path}/other")
+        assert empty.wrong() == []
+        hub.behave()
+        assert empty.hold(allow_tmpfs=True)["changed"]
+        assert empty.wrong() == []
+    finally:
+        host.check_output(f"umount {path}")
+
+
+def test_full_verification_without_fetching(empty):
+    empty.hold()
+    assert empty.hold(verify="full", source="present")["verified"] == "sha256"
+    empty.host.check_output(f"printf 'x' | dd of={empty.path}/{SHARD} bs=1 seek=70000 conv=notrunc 2>/dev/null")
+    result = empty.hold(verify="full", source="present")
+    assert result["failed"]
+    assert f"{SHARD} has the digest sha256:" in result["msg"]
+    assert empty.wrong() == [SHARD]

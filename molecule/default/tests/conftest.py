@@ -3,6 +3,8 @@
 # SPDX-License-Identifier: GPL-3.0-or-later
 from __future__ import annotations
 
+import json
+import secrets
 import sys
 from pathlib import Path
 
@@ -10,9 +12,26 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tests" / "testinfra"))
 
-from replica import Replica
+from replica import Replica, playbook
 
 
 @pytest.fixture(scope="session")
 def replica() -> Replica:
     return Replica()
+
+
+@pytest.fixture(scope="session")
+def api_key(replica, tmp_path_factory):
+    """A key that the API asks for as long as tests with it run; afterwards there is none, as before."""
+    key = f"lab/{secrets.token_urlsafe(24)}"
+    file = tmp_path_factory.mktemp("key") / "key.json"
+    file.touch(mode=0o600)
+    file.write_text(json.dumps({"serve_api_key": key}), encoding="utf-8")
+    for name in ("serve", "verify"):
+        output = playbook(f"playbooks/{name}.yml", "--diff", "-e", f"@{file}")
+        assert key not in output
+    replica.key = key
+    yield key
+    replica.key = ""
+    for name in ("serve", "verify"):
+        playbook(f"playbooks/{name}.yml")

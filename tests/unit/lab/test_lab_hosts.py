@@ -58,6 +58,7 @@ def test_the_command_of_a_host(settings):
         "--keep-unit",
         "--network-bridge=kimi-br",
         "--bind-ro=/s/wheelhouse:/srv/wheelhouse",
+        "--bind=/s/shared:/srv/shared",
     } <= set(argv)
 
 

@@ -57,6 +57,17 @@ def test_a_good_inventory_passes_without_touching_a_host(tmp_path):
     assert "WARNING" not in result.stderr
 
 
+def test_values_may_have_undefined_parts_with_defaults(tmp_path):
+    inventory = changed(
+        nothing={},
+        serve_model_name="{{ nothing.name | default('kimi-k3') }}",
+        serve_unit="{{ [nothing] | map(attribute='unit', default='kimi-k3.service') | first }}",
+        preflight_addresses="{{ dict([['gpu-a', hostvars['gpu-a'].serve_address | default('')]]) }}",
+    )
+    result = run(tmp_path, inventory)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
 @pytest.mark.parametrize(
     ("inventory", "sentence"),
     [
@@ -72,7 +83,16 @@ def test_a_good_inventory_passes_without_touching_a_host(tmp_path):
         (changed(checkpoint_revison="x"), "did you mean checkpoint_revision?"),
         (changed(vllm_wheelhose="x"), "did you mean vllm_wheelhouse?"),
         (changed(checkpoint_revision="main"), "40"),
-        (changed(serve_agent_port=8000), "must be three different ports"),
+        (changed(serve_agent_port=8000), "serve_api_port and serve_agent_port are both 8000"),
+        (changed(serve_args=None), "serve_args is set to nothing: give it a dictionary, or remove it."),
+        (changed(serve_model="{{ nope }}/x"), "serve_model cannot be evaluated: 'nope' is undefined."),
+        (changed(serve_api_key="hush\nhush"), "serve_api_key is not what it must be"),
+        (
+            changed({"gpu-b": {"serve_layers": 61}}),
+            "serve_layers differs between the hosts: gpu-a has 93, gpu-b has 61.",
+        ),
+        (changed(serve_api_port=29502), "preflight_port 29502 is one of preflight_ports"),
+        ({"gpus": GOOD["kimi_k3"]}, "has no host in a group 'kimi_k3'"),
         (changed(serve_home="/home/kimi"), "must be a directory right below /var/lib"),
         (changed(serve_args={"node-rank": 1}), "which the role computes"),
         (changed(serve_environment={"A B": 1}), "is no name of an environment variable"),
@@ -86,6 +106,7 @@ def test_a_mistake_is_one_sentence_and_no_host_is_touched(tmp_path, inventory, s
     assert sentence in output, output
     assert "unreachable=1" not in output
     assert "Traceback" not in output
+    assert "hush" not in output
 
 
 def test_a_limit_that_splits_the_group_is_refused(tmp_path):
@@ -116,3 +137,10 @@ def test_two_replicas_have_a_rank_0_each(tmp_path):
     result = run(tmp_path, inventory)
     assert result.returncode != 0
     assert "group 'replica_y' has serve_rank 0" in " ".join(result.stdout.split())
+
+
+@pytest.mark.parametrize("playbook", ["status", "stop", "restart", "verify_checkpoint", "fabric_test"])
+def test_a_group_without_hosts_is_no_success(tmp_path, playbook):
+    result = run(tmp_path, {"gpus": {"hosts": {"gpu-a": {"ansible_host": "192.0.2.11"}}}}, f"playbooks/{playbook}.yml")
+    assert result.returncode != 0
+    assert "has no host in a group 'kimi_k3'" in " ".join(result.stdout.split())

@@ -82,8 +82,11 @@ def test_check_mode_says_what_would_be_fetched_and_how_long(action: Any) -> None
             "assumed_rate": 300_000_000,
         }
     ]
+    action.pieces.append({**action.pieces[0], "shared": True})
+    line = "rank0: would fetch 70 of 71 files, 783.9 GB, in 44 min at 300.0 MB/s"
     action.run(task_vars={"inventory_hostname": "rank0"})
-    assert action.lines == ["rank0: would fetch 70 of 71 files, 783.9 GB, in 44 min at 300.0 MB/s"]
+    action.run(task_vars={"inventory_hostname": "rank0"})
+    assert action.lines == [line, f"{line}, once for all hosts that share the directory"]
 
 
 def test_background_job_is_one_piece(action: Any) -> None:

@@ -92,6 +92,20 @@ def test_who_comes_later_attaches_and_all_get_the_result(play: Play) -> None:
     assert result["result"] == {"text": "y"}
 
 
+def test_who_missed_the_end_follows_the_next_run_of_the_same_work(play: Play) -> None:
+    play.file.write_text("first")
+    (missed, _attached, _pid), _status = play.run(60)
+    play.file.unlink()
+    (ident, _attached, pid), _status = play.run(0)
+    run = module.again(play.job, missed)
+    assert run.follow(0) is None
+    assert (run.ident, run.pid) == (ident, pid)
+    play.file.write_text("second")
+    status = module.again(play.job, missed).follow(30)
+    assert status is not None
+    assert status["result"] == {"text": "second"}
+
+
 def test_an_end_without_a_word_is_told(play: Play) -> None:
     (ident, _attached, pid), _status = play.run(0)
     os.kill(pid, signal.SIGKILL)

@@ -180,6 +180,13 @@ def test_what_is_no_index_is_told(index: object) -> None:
         planning.weight_map_of(index)
 
 
+def test_a_pruned_index_is_written_as_json_would_write_it() -> None:
+    names = {'model.layers.0.a"\\\u00e9\n': "a b.safetensors", "model.layers.0.b": "a b.safetensors", "lm_head.w": "c"}
+    selection = planning.select(names, pipeline_layers=[1], stages=[0])
+    expected = {"metadata": {"total_size": 7}, "weight_map": names}
+    assert planning.pruned_index(names, selection, 7) == json.dumps(expected, indent=2, sort_keys=True).encode()
+
+
 def test_pruned_index_lists_all_that_its_files_hold() -> None:
     index = json.loads(planning.pruned_index(k3_map(), k3(0), 123))
     assert index["metadata"] == {"total_size": 123}

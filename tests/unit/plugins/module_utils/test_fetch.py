@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
+import random
 import subprocess
 import sys
 import time
@@ -432,3 +434,66 @@ def test_mirrors_are_asked_first(world: Any) -> None:
     (world.dest / SHARD).unlink()
     world.run(mirrors=[client])
     assert complete(world)
+
+
+# Fetches again and again in processes that are killed after a moment, as many times as it is told to.
+KILLER = """
+import json, os, random, signal, sys, time
+sys.path[:0] = json.loads(sys.argv[1])
+from ansible_collections.baremetal.kimi_k3.plugins.module_utils.checkpoint_job import Request, ensure
+from ansible_collections.baremetal.kimi_k3.plugins.module_utils.fetch import Options
+from ansible_collections.baremetal.kimi_k3.plugins.module_utils.hub import Hub
+endpoint, commit, dest = sys.argv[2:5]
+numbers = random.Random(int(sys.argv[5]))
+for _kill in range(int(sys.argv[6])):
+    child = os.fork()
+    if child == 0:
+        ensure(Request(hub=Hub(endpoint, "lab/tiny", commit), repository="lab/tiny", revision=commit, dest=dest,
+            scope="all", pipeline_layers=[], stages=[], language_model_only=True, allow_tmpfs=True, lock_timeout=10,
+            options=Options(connections=3, max_connections=3, flush_seconds=0)))
+        os._exit(0)
+    time.sleep(numbers.uniform(0, 0.2))
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+"""
+
+
+def test_killed_fifty_times_it_ends_with_every_byte_right_and_none_fetched_twice(world: Any) -> None:
+    numbers = random.Random(11)
+    size, rate = 600_000, 500_000
+    step = rate // 10
+    world.publish({f"part {number}.bin": numbers.randbytes(size + number) for number in range(6)})
+    world.hub.fault("trickle", path="*.bin", on="cdn", rate=rate, times=None)
+    arguments = [json.dumps(sys.path), world.hub.endpoint, world.commit, str(world.dest), "23", "50"]
+    subprocess.run([sys.executable, "-c", KILLER, *arguments], check=True, timeout=300)
+    world.hub.clear_faults()
+    world.run()
+    assert complete(world)
+    assert list(world.own("parts").iterdir()) == []
+    for path, data in world.files.items():
+        requests = [request for request in world.hub.seen("cdn", path) if request.bytes]
+        starts = [int((request.range or "bytes=0-")[6:-1]) for request in requests]
+        ends = [start + request.bytes for start, request in zip(starts, requests, strict=True)]
+        assert ends[-1] == len(data)
+        assert starts == sorted(starts)
+        assert len(starts) < 3 or starts[-1] > 0, (path, starts, ends)
+        for end, start in zip(ends[:-1], starts[1:], strict=True):
+            # What was on its way when the process was killed, more on a busy machine, and what is no whole block.
+            assert end - start <= 5 * step + 4096, (path, starts, ends)
+
+
+def test_clocks_that_jump_change_nothing(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.hub.url_lifetime = 1e12
+    clock = itertools.cycle([1_800_000_000.0, 0.0, 4_000_000_000.0, 1_000_000_000.0])
+    monkeypatch.setattr(time, "time", lambda: next(clock))
+    world.hub.fault("unavailable", path=SHARD, on="cdn")
+    world.hub.fault("cut", path=SHARD, on="cdn", after=100_000)
+    world.run()
+    assert complete(world)
+    stamp = 4_000_000_000
+    for path in world.dest.rglob("*.safetensors"):
+        os.utime(path, (stamp, stamp))
+    outcome = world.run()
+    assert not outcome.changed
+    assert outcome.hashed
+    assert world.run().hashed == []

@@ -102,15 +102,6 @@ def test_group_errors_names_the_mistake(changes, expected):
     assert expected in errors[0]
 
 
-def test_unknown_variables_are_named_with_what_was_meant():
-    known = {"serve": ["serve_rank", "serve_model"], "vllm": ["vllm_lock"]}
-    names = ["serve_rank", "serve_modle", "ansible_host", "vllm_zzzzzz", "__serve_x"]
-    assert launch.unknown_variables(names, known) == [
-        "'serve_modle' is no variable of role serve: did you mean serve_model?",
-        "'vllm_zzzzzz' is no variable of role vllm: see the README of role vllm.",
-    ]
-
-
 def test_hosts_come_in_the_order_of_their_ranks():
     assert launch.hosts_by_rank(["b", "a", "c"], {"a": {"serve_rank": "10"}, "b": {"serve_rank": 2}, "c": {}}) == [
         "b",
@@ -184,6 +175,10 @@ def test_environment_file_is_quoted_for_systemd():
     assert text == 'A="1"\nB="say \\"\\$HOME\\" \\\\ \\`x\\`"\n'
 
 
+def test_environment_file_takes_numbers_and_leaves_out_what_is_none():
+    assert launch.environment_file({"B": 2, "A": True, "C": None}) == 'A="1"\nB="2"\n'
+
+
 @pytest.mark.parametrize("environment", [{"A B": "1"}, {"A": "1\n2"}, {"1A": ""}, {"A": ["\r"], "B": "\0"}])
 def test_an_environment_that_no_file_can_hold_is_refused(environment):
     assert len(launch.launch_errors({}, {**environment, "GOOD": 1})) == 1
@@ -193,3 +188,134 @@ def test_an_environment_that_no_file_can_hold_is_refused(environment):
 def test_a_version_without_numbers_is_refused(version):
     with pytest.raises(launch.LaunchError, match="no version number"):
         launch.parse_release(version)
+
+
+def test_what_role_fabric_wrote_is_between_the_computed_and_the_operators():
+    fabric = {"NCCL_IB_HCA": "=mlx5_4:1", "GLOO_SOCKET_IFNAME": "eno2", "NCCL_DEBUG": "WARN"}
+    environment = launch.rank_environment(settings(fabric_environment=fabric, environment={"NCCL_DEBUG": "INFO"}))
+    assert environment["NCCL_IB_HCA"] == "=mlx5_4:1"
+    assert environment["GLOO_SOCKET_IFNAME"] == "eno2"
+    assert environment["NCCL_DEBUG"] == "INFO"
+    without = launch.rank_environment(settings(fabric_environment=fabric, environment={"NCCL_IB_HCA": None}))
+    assert "NCCL_IB_HCA" not in without
+
+
+def test_an_environment_file_is_read_as_it_was_written():
+    environment = {"A": "=mlx5_4:1", "B": 'quote " dollar $ back \\ tick `', "C": ""}
+    assert launch.parse_environment_file(launch.environment_file(environment)) == environment
+    assert launch.parse_environment_file("# comment\n\nPLAIN=value\nnot a line\n") == {"PLAIN": "value"}
+
+
+@pytest.mark.parametrize(
+    ("args", "environment", "expected"),
+    [
+        ({"-tp": 4}, {}, "'-tp', which the role computes"),
+        ({"no_headless": True}, {}, "which the role computes"),
+        ({"max_model_len": 1, "--max-model-len": 2}, {}, "which are one flag"),
+        ({"max-model-len 5": True}, {}, "is no flag"),
+        ({"max-model-len=5": True}, {}, "is no flag"),
+        ({"": 1}, {}, "is no flag"),
+        ({5: 1}, {}, "is no flag"),
+        ({"ssl_keyfile": "/x"}, {}, "plain HTTP"),
+        ({"x": "a\0b"}, {}, "no command line can hold"),
+        ({"x": ["a", "\ud800"]}, {}, "no command line can hold"),
+        ({}, {"A B": 1}, "is no name of an environment variable"),
+        ({}, {"A\nB": 1}, "'A?B' in serve_environment"),
+        ({}, {"A": "x\ny"}, "spans lines"),
+        ({}, {"A": "\ud800"}, "no environment can hold"),
+    ],
+)
+def test_what_cannot_be_given_to_vllm_is_one_sentence(args, environment, expected):
+    (error,) = launch.launch_errors(args, environment)
+    assert expected in error
+
+
+def test_what_can_be_given_to_vllm_is_left_alone():
+    args = {"max_model_len": 1, "--x": None, "compilation-config.mode": 3, "a": [1, "b"], "b": {"c": "ü"}}
+    assert launch.launch_errors(args, {"A": None, "B": '$x 100% "q"', "_C": True}) == []
+
+
+@pytest.mark.parametrize("odd", [None, [], "a=b", 5])
+def test_flags_that_are_no_dictionary_are_told(odd):
+    with pytest.raises(launch.LaunchError, match=r"serve_args is a .*: it must be a dictionary"):
+        launch.launch_errors(odd, {})
+    with pytest.raises(launch.LaunchError, match=r"serve_environment is a .*: it must be a dictionary"):
+        launch.launch_errors({}, odd)
+
+
+SERVICE = {
+    "unit": "kimi-k3.service",
+    "user": "kimi-k3",
+    "home": "/var/lib/kimi-k3",
+    "api_host": "0.0.0.0",
+    "api_key": "",
+    "model_name": "kimi-k3",
+    "after": ["srv-kimi\\x2dk3.mount"],
+    "extra": {"Nice": -5, "PrivateTmp": False},
+    "ports": {"serve_api_port": "8000", "serve_agent_port": 29500},
+    "timeouts": {"serve_heartbeat": 2, "serve_peer_timeout": "10"},
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"unit": "kimi-k3"}, "serve_unit is 'kimi-k3'"),
+        ({"unit": "a b.service"}, "serve_unit is"),
+        ({"unit": "../x.service"}, "serve_unit is"),
+        ({"user": "Ünï"}, "serve_user is"),
+        ({"user": "-x"}, "serve_user is"),
+        ({"home": "/home/kimi"}, "right below /var/lib"),
+        ({"home": "/var/lib/.."}, "right below /var/lib"),
+        ({"home": "/var/lib/a/b"}, "right below /var/lib"),
+        ({"api_host": "http://x"}, "without port, brackets or scheme"),
+        ({"api_host": "[::]"}, "without port, brackets or scheme"),
+        ({"api_host": ""}, "without port, brackets or scheme"),
+        ({"model_name": " "}, "serve_model_name is empty"),
+        ({"api_key": "hush hush"}, "no HTTP header can hold"),
+        ({"api_key": "hush-ü"}, "no HTTP header can hold"),
+        ({"after": ["a b.service"]}, "serve_unit_after names"),
+        ({"extra": {"A\nExecStart": 1}}, "serve_unit_extra names 'A?ExecStart'"),
+        ({"extra": {"Nice": [1]}}, "one value each"),
+        ({"extra": {"Nice": "1\nUser=root"}}, "spans lines"),
+        ({"ports": {"serve_api_port": "29500", "serve_agent_port": 29500}}, "serve_agent_port are both 29500"),
+        ({"timeouts": {"serve_heartbeat": 0, "serve_peer_timeout": 10}}, "serve_heartbeat is 0"),
+        ({"timeouts": {"serve_heartbeat": 10, "serve_peer_timeout": 10}}, "after more than a heartbeat"),
+    ],
+)
+def test_what_a_unit_cannot_hold_is_one_sentence(changes, expected):
+    assert launch.service_errors(SERVICE) == []
+    (error,) = launch.service_errors({**SERVICE, **changes})
+    assert expected in error
+    assert "hush" not in error
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"groups": {"a": "kimi_k3", "b": "other"}}, "Host b is in group 'kimi_k3', but its serve_group is 'other'"),
+        ({"addresses": {"a": "10.0.0.1", "b": "10.0.0.1"}}, "serve_address 10.0.0.1 is set for a and b"),
+        ({"addresses": {"a": "FD00::1", "b": "fd00::1"}}, "is set for a and b"),
+        ({"addresses": {"a": "10.0.0.1:80"}}, "On host a serve_address is '10.0.0.1:80'"),
+        ({"addresses": {"a": "10.0.0.300"}}, "must be an IP address or a host name"),
+        ({"addresses": {"a": "10.0.0.1/24"}}, "must be an IP address or a host name"),
+        ({"addresses": {"a": "[fd00::1]"}}, "must be an IP address or a host name"),
+        ({"addresses": {"a": "127.0.0.1"}}, "other hosts cannot reach"),
+        ({"addresses": {"a": "localhost"}}, "other hosts cannot reach"),
+        ({"addresses": {"a": "::"}}, "other hosts cannot reach"),
+    ],
+)
+def test_places_that_cannot_be_are_named(changes, expected):
+    (error,) = launch.group_errors(shape(**changes))
+    assert expected in error
+
+
+def test_places_that_can_be_are_left_alone():
+    base = {"ranks": {"a": 0, "b": 1}, "group": "kimi_k3"}
+    for addresses in (
+        {},
+        {"a": "", "b": ""},
+        {"a": "10.0.0.1", "b": "gpu-b.example"},
+        {"a": "fd00::1", "b": "fd00::2"},
+    ):
+        assert launch.group_errors(shape(**base, addresses=addresses, groups={"a": "kimi_k3", "b": "kimi_k3"})) == []

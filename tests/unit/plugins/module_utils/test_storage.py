@@ -3,6 +3,7 @@
 # SPDX-License-Identifier: GPL-3.0-or-later
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import subprocess
@@ -128,6 +129,15 @@ def test_the_lock_says_whose_it_is_and_ends_with_its_holder(tmp_path: Path) -> N
     with storage.locked(lock, 5):
         assert f'"pid": {os.getpid()}' in path.read_text()
     assert path.read_text() == ""
+
+
+def test_a_file_system_without_locks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lockf(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(storage.fcntl, "lockf", lockf)
+    with pytest.raises(storage.StorageError, match=r"cannot be locked \(Function not implemented\): mount its file"):
+        storage.Lock(str(tmp_path / "lock")).acquire(0)
 
 
 def test_waiting_for_the_lock_ends_when_it_is_free(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 # SPDX-License-Identifier: GPL-3.0-or-later
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -22,6 +23,8 @@ from ansible_collections.baremetal.kimi_k3.plugins.modules import hf_checkpoint 
 
 ROOT = Path(__file__).resolve().parents[4]
 COMMIT = "f831ab66814297da540d832a5235f8e904f29d06"
+
+EXCHANGE = {"address": "10.0.0.1", "peer": "10.0.0.2", "token": "between us", "first": True}
 
 # The module in a process of its own, so that signals can be sent to it.
 CHILD = """
@@ -143,6 +146,20 @@ def test_present_asks_nobody(world: Any, run: Any) -> None:
         ),
         ({"ca_path": "/nonexistent/ca.pem"}, "ca_path /nonexistent/ca.pem cannot be used"),
         ({"dest": "/proc/self/checkpoint"}, "/proc/self/checkpoint"),
+        ({"shared": True, "keep_revisions": 2}, "keep_revisions must be 0 with shared"),
+        ({"shared": True, "shared_timeout": 0}, "shared_timeout must be 1 or more, not 0"),
+        ({"shared": True, "exchange": EXCHANGE}, "set one of the two"),
+        (
+            {"shared": True, "scope": "stage", "pipeline_layers": [3, 1], "stages": [1]},
+            "stages must be empty with shared, not [1]",
+        ),
+        ({"exchange": {**EXCHANGE, "address": "0.0.0.0"}}, "exchange.address must be the address of one host"),
+        ({"exchange": {**EXCHANGE, "address": ""}}, "exchange.address must be the address of one host"),
+        ({"exchange": {**EXCHANGE, "peer": "[::]"}}, "exchange.peer must be the address of one host"),
+        ({"exchange": {**EXCHANGE, "peer": "10.0.0.1"}}, "a host cannot exchange with itself"),
+        ({"exchange": {**EXCHANGE, "port": 0}}, "exchange.port must be a TCP port"),
+        ({"exchange": {**EXCHANGE, "token": ""}}, "exchange.token must be printable ASCII and not empty"),
+        ({"exchange": {**EXCHANGE, "timeout": 0}}, "exchange.timeout must be 1 or more, not 0"),
     ],
 )
 def test_says_what_is_wrong(run: Any, changes: dict[str, Any], message: str) -> None:
@@ -191,6 +208,40 @@ def test_the_endpoint_follows_the_convention(monkeypatch: pytest.MonkeyPatch) ->
     assert module.request_of(params, False, None, stop).hub.endpoint == "https://mirror.example"
     params["endpoint"] = "http://10.0.0.1:8080"
     assert module.request_of(params, False, None, stop).hub.endpoint == "http://10.0.0.1:8080"
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.EROFS, "Read-only file system"), OSError(errno.EACCES, "Permission denied")]
+)
+@pytest.mark.parametrize("there", [False, True])
+def test_a_place_one_may_not_write_to(
+    world: Any, run: Any, monkeypatch: pytest.MonkeyPatch, error: OSError, there: bool
+) -> None:
+    if there:
+        world.own("").mkdir(parents=True)
+    real_open, real_mkdir = os.open, os.mkdir
+
+    def refuse(path: Any) -> None:
+        if str(path).startswith(str(world.dest.parent)):
+            raise OSError(error.errno, error.strerror, str(path))
+
+    def open_(path: Any, flags: int, mode: int = 0o777, **options: Any) -> int:
+        if flags & (os.O_WRONLY | os.O_RDWR):
+            refuse(path)
+        return real_open(path, flags, mode, **options)
+
+    def mkdir(path: Any, *arguments: Any, **options: Any) -> None:
+        refuse(path)
+        real_mkdir(path, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", open_)
+        patch.setattr(os, "mkdir", mkdir)
+        result = run()
+    assert result["failed"]
+    assert result["msg"].startswith(str(world.dest.parent))
+    assert result["msg"].endswith(f": {error.strerror}.")
+    assert world.hub.log == []
 
 
 def received(world: Any) -> int:
@@ -259,7 +310,7 @@ def test_the_fetch_goes_on_without_who_began_it_and_the_next_run_attaches(world:
     assert second["_running"]["text"].startswith("fetching ")
     last = begin(world, first["_running"]["run"], 60)
     assert last["changed"]
-    assert set(yaml.safe_load(module.RETURN)) - {"estimated_seconds", "assumed_rate"} <= set(last)
+    assert set(last) >= {"files", "verified", "plan"}
     assert world.held() == world.files
     assert world.hub.count("cdn", name) == 1
     # With nothing to do there is no run to follow.
@@ -278,6 +329,14 @@ def test_other_work_in_the_same_place_waits_and_says_for_whom(world: Any) -> Non
     result = begin(world, waits["_running"]["run"], 60, verify="full", lock_timeout=60)
     assert not result["changed"]
     assert result["verified"] == "sha256"
+
+
+def test_hosts_that_share_a_directory_follow_each_their_own_work(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = {"dest": str(world.dest), "repository": "lab/tiny", "shared": True}
+    name = module.job_of(params).name
+    assert module.job_of({**params, "detach": False}).name == name
+    monkeypatch.setattr(module, "host_id", lambda: "other")
+    assert module.job_of(params).name != name
 
 
 def test_a_failure_in_the_background_is_a_failure(world: Any) -> None:

@@ -20,24 +20,6 @@ def test_properties_keep_equal_signs_and_read_numbers():
     }
 
 
-def test_interface_is_found_by_its_address():
-    listing = [
-        {"ifname": "lo", "addr_info": [{"local": "127.0.0.1"}]},
-        {"ifname": "eno1", "addr_info": [{"local": "10.0.0.1"}]},
-    ]
-    assert rank_info.interface_of("10.0.0.1", listing) == "eno1"
-    assert rank_info.interface_of("10.0.0.2", listing) is None
-
-
-def test_route_to_loopback_leaves_from_loopback():
-    assert rank_info.route_address("127.0.0.1") == "127.0.0.1"
-
-
-def test_a_name_that_does_not_resolve_is_an_os_error():
-    with pytest.raises(OSError):
-        rank_info.route_address("nothing.invalid")
-
-
 def test_documents(tmp_path):
     path = tmp_path / "engine.json"
     assert rank_info.read_json(str(path)) is None

@@ -36,6 +36,17 @@ CASES: dict[str, tuple[dict[str, Any], str | None]] = {
     "rolling": ({"checkpoint_verify": "rolling", "checkpoint_source": "present", "checkpoint_endpoint": ""}, None),
     "source": ({"checkpoint_source": "torrent"}, "checkpoint_source is 'torrent': it must be hub or present."),
     "mirror": ({"checkpoint_mirrors": ["http://m", "ftp://m"]}, "checkpoint_mirrors must be a list of http or https"),
+    "exchange": ({"checkpoint_exchange": "yes"}, "checkpoint_exchange is 'yes': it must be auto, always or never."),
+    "port": ({"checkpoint_exchange_port": 0}, "checkpoint_exchange_port is '0': it must be a TCP port"),
+    "shared": ({"checkpoint_shared": True, "checkpoint_stages": [1]}, None),
+    "shared-exchange": (
+        {"checkpoint_shared": True, "checkpoint_exchange": "always"},
+        "checkpoint_shared needs checkpoint_exchange auto or never (it is 'always')",
+    ),
+    "shared-keep": (
+        {"checkpoint_shared": True, "checkpoint_keep_revisions": 2},
+        "checkpoint_keep_revisions 0 (it is 2), since a host cannot see which revisions the others use",
+    ),
     "verify": ({"checkpoint_verify": "never"}, "checkpoint_verify is 'never'"),
     "relative": ({"checkpoint_root": "srv"}, "it must be an absolute path"),
     "upwards": ({"checkpoint_path": "/srv/../etc"}, "it must be an absolute path"),

@@ -121,6 +121,41 @@ def test_the_lambda_page_word_by_word(render):
     assert first["configuration"]["identity"] == second["configuration"]["identity"]
 
 
+AGENTIC = "--enable-auto-tool-choice --tool-call-parser kimi_k3 --reasoning-parser kimi_k3"
+
+
+def test_agents_are_served_word_by_word(render):
+    first, second = render(serve_agentic=True)
+    assert first["configuration"]["argv"] == command(0, f"{AGENTIC} --host 0.0.0.0 --port 8000")
+    assert second["configuration"]["argv"] == command(1, f"{AGENTIC} --headless")
+    identity = first["configuration"]["identity"]
+    assert identity["argument.--tool-call-parser"] == "kimi_k3"
+    assert second["configuration"]["identity"] == identity
+    # What must be equal on all ranks is part of their identity, so a change of it is a restart of the group.
+    assert identity != render()[0]["configuration"]["identity"]
+
+
+@pytest.mark.parametrize(
+    ("own", "words"),
+    [
+        # Written as a flag, or as Python writes it: the operator's word replaces the parser and is not said twice.
+        ({"tool-call-parser": "kimi_k2"}, AGENTIC.replace("parser kimi_k3", "parser kimi_k2", 1)),
+        ({"tool_call_parser": "kimi_k2"}, AGENTIC.replace("parser kimi_k3", "parser kimi_k2", 1)),
+        ({"--reasoning-parser": None}, "--enable-auto-tool-choice --tool-call-parser kimi_k3"),
+    ],
+)
+def test_the_operators_flags_win_over_those_for_agents(render, own, words):
+    first, _second = render(serve_agentic=True, serve_args=own)
+    assert first["configuration"]["argv"] == command(0, f"{words} --host 0.0.0.0 --port 8000")
+
+
+def test_agents_without_a_profile(render):
+    argv = render(serve_profile="none", serve_agentic="true")[0]["configuration"]["argv"]
+    start = argv.index("--enable-auto-tool-choice")
+    assert argv[start : start + 5] == AGENTIC.split()
+    assert [argv.count(word) for word in AGENTIC.split() if word.startswith("--")] == [1, 1, 1]
+
+
 def test_the_unit_has_the_limits_that_rdma_needs_and_leaves_the_gpus_reachable(render):
     unit = render()[0]["unit"].splitlines()
     for line in (

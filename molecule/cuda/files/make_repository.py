@@ -1,0 +1,166 @@
+# Copyright: (c) 2026, the baremetal.kimi_k3 authors
+# GNU General Public License v3.0+ (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""A signed apt repository of stand-ins for NVIDIA's packages, made on the host that uses it.
+
+The names are those that change between branches: with the branch in them up to 580, without from 590 on. Their
+scripts do to a tree of tests/fixtures/fake_node.py what the real ones do to a host: installing changes what modinfo
+says, a boot or the persistence daemon loads what is installed.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+BASE = Path(sys.argv[1])
+REPOSITORY, NODE = BASE / "repository", BASE / "node"
+
+LOAD = f"""#!/usr/bin/python3
+import json
+from pathlib import Path
+known = json.loads(Path("{NODE}/state/modinfo.json").read_text())
+version = known["-F version nvidia"].strip()
+kind = "Open Kernel Module for x86_64" if "GPL" in known["-F license nvidia"] else "x86_64 Kernel Module"
+file = Path("{NODE}/proc/driver/nvidia/version")
+file.parent.mkdir(parents=True, exist_ok=True)
+file.write_text(f"NVRM version: NVIDIA UNIX {{kind}}  {{version}}  Release Build  (builder@)\\n")
+"""
+
+INSTALL = f"""#!/usr/bin/python3
+import json, os, sys
+from pathlib import Path
+version = "@VERSION@"
+answers = {{"filename": "/lib/modules/x/updates/dkms/nvidia.ko", "version": version, "license": "Dual MIT/GPL"}}
+state = Path("{NODE}/state/modinfo.json")
+state.write_text(json.dumps({{f"-F {{name}} nvidia": f"{{value}}\\n" for name, value in answers.items()}}))
+script = Path("{NODE}/bin/modinfo")
+script.write_text('''#!/usr/bin/python3
+import json, sys
+known = json.load(open("{NODE}/state/modinfo.json"))
+words = " ".join(sys.argv[1:])
+sys.exit("modinfo: unknown " + words) if words not in known else sys.stdout.write(known[words])
+''')
+script.chmod(0o755)
+os.system("systemctl daemon-reload; systemctl enable --quiet nvidia-load.service")
+"""
+
+UNIT = "[Unit]\nDescription=Stand-in\n[Service]\n{service}\n[Install]\nWantedBy=multi-user.target\n"
+STAY = "ExecStart=/bin/sleep infinity"
+LOADING = "ExecStartPre=/bin/sh -c 'test -e {node}/proc/driver/nvidia/version || /usr/lib/nvidia-load'\n" + STAY
+PIN = "Package: nvidia-* libnvidia-* libnvsdm*\nPin: version 580.*\nPin-Priority: 1000\n"
+REAL = {"570": "570.148.08", "580": "580.159.04", "590": "590.48.01"}
+
+
+def package(
+    name: str, version: str, files: dict[str, str] | None = None, depends: str = "", postinst: str = ""
+) -> None:
+    """Build one package and put it into the repository."""
+    tree = BASE / "build"
+    shutil.rmtree(tree, ignore_errors=True)
+    for path, content in (files or {}).items():
+        file = tree / path.lstrip("/")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(content)
+        file.chmod(0o755 if content.startswith("#!") else 0o644)
+    control = tree / "DEBIAN"
+    control.mkdir(parents=True)
+    lines = [f"Package: {name}", f"Version: {version}", "Architecture: all", "Maintainer: Nobody <nobody@example.org>"]
+    lines += [f"Depends: {depends}"] if depends else []
+    if "fabricmanager" in name:  # only one branch of it can be there
+        lines += [f"{field}: nvidia-fabricmanager-any" for field in ("Provides", "Conflicts", "Replaces")]
+    (control / "control").write_text("\n".join([*lines, "Description: stand-in", ""]))
+    if postinst:
+        (control / "postinst").write_text(postinst)
+        (control / "postinst").chmod(0o755)
+    target = REPOSITORY / f"{name}_{version.replace(':', '%3a')}_all.deb"
+    command = ["dpkg-deb", "--root-owner-group", "-Znone", "--build", str(tree), str(target)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+
+
+def packages() -> None:
+    for branch, version in REAL.items():
+        full, suffix = f"{version}-1", "" if branch == "590" else f"-{branch}"
+        load = {
+            "/usr/lib/nvidia-load": LOAD,
+            "/lib/systemd/system/nvidia-load.service": UNIT.format(
+                service="Type=oneshot\nExecStart=/usr/lib/nvidia-load"
+            ),
+        }
+        postinst = INSTALL.replace("@VERSION@", version)
+        package("nvidia-open", full, load, f"nvidia-persistenced (= {full})", postinst)
+        unit = UNIT.format(service=LOADING.format(node=NODE))
+        package("nvidia-persistenced", full, {"/lib/systemd/system/nvidia-persistenced.service": unit})
+        manager = {"/lib/systemd/system/nvidia-fabricmanager.service": UNIT.format(service=STAY)}
+        package(f"nvidia-fabricmanager{suffix}", full, manager)
+        package("libnvidia-nscq", full)
+        package("libnvsdm", full)
+    package("nvlsm", "2025.10.11-1")
+    dcgm = {"/lib/systemd/system/nvidia-dcgm.service": UNIT.format(service=STAY)}
+    package("datacenter-gpu-manager-4-cuda13", "1:4.4.0-1", dcgm)
+    package("nvidia-driver-pinning-580", "580-1", {"/etc/apt/preferences.d/nvidia-driver-pinning-580": PIN})
+    package("lambda-stack-cuda", "0.1.15")
+    package("cuda-compat-13-0", "580.159.04-1", {"/usr/local/cuda-13.0/compat/libcuda.so.580.159.04": ""})
+
+
+def index() -> None:
+    """Packages, Release and InRelease of a flat repository."""
+    stanzas = []
+    for deb in sorted(REPOSITORY.glob("*.deb")):
+        fields = subprocess.run(["dpkg-deb", "--field", deb], check=True, capture_output=True, text=True).stdout.strip()
+        content = deb.read_bytes()
+        sums = f"Filename: ./{deb.name}\nSize: {len(content)}\nSHA256: {hashlib.sha256(content).hexdigest()}"
+        stanzas.append(f"{fields}\n{sums}\n")
+    text = "\n".join(stanzas).encode()
+    (REPOSITORY / "Packages").write_bytes(text)
+    (REPOSITORY / "Packages.gz").write_bytes(gzip.compress(text, mtime=0))
+    sums = []
+    for name in ("Packages", "Packages.gz"):
+        content = (REPOSITORY / name).read_bytes()
+        sums.append(f" {hashlib.sha256(content).hexdigest()} {len(content)} {name}\n")
+    (REPOSITORY / "Release").write_text(f"Origin: NVIDIA\nLabel: stand-in\nSuite: stable\nSHA256:\n{''.join(sums)}")
+
+
+def sign() -> str:
+    """Make a key, sign with it, and give its fingerprint."""
+    home = BASE / "gnupg"
+    home.mkdir(mode=0o700)
+    gpg = [
+        "gpg",
+        "--homedir",
+        str(home),
+        "--batch",
+        "--yes",
+        "--quiet",
+        "--pinentry-mode",
+        "loopback",
+        "--passphrase",
+        "",
+    ]
+    subprocess.run([*gpg, "--quick-generate-key", "Stand-in <a@example.org>", "rsa3072", "sign", "never"], check=True)
+    listed = subprocess.run([*gpg, "--with-colons", "--list-keys"], check=True, capture_output=True, text=True).stdout
+    fingerprint = next(line.split(":")[9] for line in listed.splitlines() if line.startswith("fpr:"))
+    with (BASE / "key.asc").open("wb") as file:
+        subprocess.run([*gpg, "--armor", "--export", fingerprint], check=True, stdout=file)
+    words = ["--clearsign", "--output", str(REPOSITORY / "InRelease"), str(REPOSITORY / "Release")]
+    subprocess.run([*gpg, *words], check=True)
+    subprocess.run(["gpgconf", "--homedir", str(home), "--kill", "all"], check=True)
+    return fingerprint
+
+
+def main() -> None:
+    REPOSITORY.mkdir(parents=True)
+    packages()
+    index()
+    (BASE / "fingerprint").write_text(sign())
+    for folder, _folders, _files in os.walk(REPOSITORY):
+        Path(folder).chmod(0o755)
+
+
+if __name__ == "__main__":
+    main()
