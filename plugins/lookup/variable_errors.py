@@ -64,6 +64,7 @@ from typing import Any
 
 import yaml
 from ansible.errors import AnsibleError
+from ansible.module_utils.common.yaml import yaml_load
 from ansible.plugins.lookup import LookupBase
 from ansible.template import accept_lazy_markers
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils import variables as judging
@@ -81,7 +82,7 @@ class LookupModule(LookupBase):
 
     def _judge(self, path: Path, variables: Any) -> list[str]:
         try:
-            options = yaml.safe_load(path.read_text(encoding="utf-8"))["argument_specs"]["main"]["options"]
+            options = yaml_load(path.read_text(encoding="utf-8"))["argument_specs"]["main"]["options"]
         except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
             raise AnsibleError(f"variable_errors: {path} is no argument specification of a role: {error}") from error
         sentences = judging.unknown_variables(variables, path.resolve().parent.parent.name, options)

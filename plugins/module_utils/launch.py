@@ -167,7 +167,7 @@ def launch_errors(args: t.Mapping[str, t.Any], environment: t.Mapping[str, t.Any
             )
         elif not re.fullmatch(r"[A-Za-z][A-Za-z0-9.-]*", flag):
             errors.append(
-                f"'{_printable(name)}' in serve_args is no flag: write its name alone, and its value behind the colon."
+                f"'{printable(name)}' in serve_args is no flag: write its name alone, and its value behind the colon."
             )
         elif flag in names:
             errors.append(f"serve_args names '{names[flag]}' and '{name}', which are one flag: leave one out.")
@@ -176,7 +176,7 @@ def launch_errors(args: t.Mapping[str, t.Any], environment: t.Mapping[str, t.Any
         names.setdefault(flag, str(name))
     for name, value in environment.items():
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", str(name)):
-            errors.append(f"'{_printable(name)}' in serve_environment is no name of an environment variable.")
+            errors.append(f"'{printable(name)}' in serve_environment is no name of an environment variable.")
         elif value is not None and re.search(r"[\n\r\0]", _word(value)):
             errors.append(f"The value of {name} in serve_environment spans lines: write it on one.")
         elif value is not None and not _sayable(value):
@@ -193,14 +193,15 @@ def _sayable(value: t.Any) -> bool:
         return False
 
 
-def _printable(name: t.Any) -> str:
-    return "".join(c if c.isprintable() else "?" for c in str(name))
+def printable(value: t.Any) -> str:
+    """The value as text that a terminal shows as it is."""
+    return "".join(c if c.isprintable() else "?" for c in str(value))
 
 
 def address_error(name: str, value: t.Any, listening: bool = False) -> str | None:
     """What is wrong with an address on which others, or with C(listening) a server, are to be found."""
     text = str(value)
-    told = f"{name} is '{_printable(text)}'"
+    told = f"{name} is '{printable(text)}'"
     try:
         address = ipaddress.ip_address(text)
     except ValueError:
@@ -239,12 +240,12 @@ def service_errors(service: t.Mapping[str, t.Any]) -> list[str]:
     for unit in service["after"]:
         if not re.fullmatch(r"[A-Za-z0-9:_.@\\-]+[.][a-z]+", str(unit)):
             errors.append(
-                f"serve_unit_after names '{_printable(unit)}': it must be the name of a unit such as srv.mount."
+                f"serve_unit_after names '{printable(unit)}': it must be the name of a unit such as srv.mount."
             )
     for name, value in service["extra"].items():
         if not re.fullmatch(r"[A-Za-z][A-Za-z0-9]*", str(name)) or not isinstance(value, (str, int, float)):
             errors.append(
-                f"serve_unit_extra names '{_printable(name)}': it must map settings of [Service] to one value each."
+                f"serve_unit_extra names '{printable(name)}': it must map settings of [Service] to one value each."
             )
         elif re.search(r"[\n\r\0]", str(value)):
             errors.append(f"The value of {name} in serve_unit_extra spans lines: write it on one.")

@@ -13,6 +13,8 @@ import difflib
 import re
 import typing as t
 
+from ansible_collections.baremetal.kimi_k3.plugins.module_utils.launch import printable
+
 _KINDS = {
     "str": "text",
     "path": "a path",
@@ -87,7 +89,7 @@ def _wanted(kind: str, option: t.Mapping[str, t.Any]) -> str:
 
 
 def _short(value: t.Any) -> str:
-    text = "".join(c if c.isprintable() else "?" for c in " ".join(str(value).split()))
+    text = printable(" ".join(str(value).split()))
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 

@@ -188,7 +188,7 @@ def test_the_policy_of_apt_tells_origins():
     assert policy["nvlsm"]["installed"] is None
     assert facts.origin_kind(policy["nvlsm"]["versions"]["2025.03.1-1"]["origins"]) == "lambda"
     assert facts.origin_kind(["http://archive.ubuntu.com/ubuntu"]) == "ubuntu"
-    assert facts.origin_kind(["http://deb.debian.org/debian"]) == "debian"
+    assert facts.origin_kind(["http://debian.org/debian"]) == "debian"
     assert facts.origin_kind(["file:/srv/repo"]) == "other"
     assert facts.origin_kind([]) is None
 
