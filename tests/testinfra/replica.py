@@ -99,14 +99,20 @@ class Replica:
             if time.monotonic() > end:
                 told = "\n".join(f"{rank.name}: {rank.status()}\n{rank.journal()}" for rank in self.ranks)
                 raise AssertionError(f"not within {patience} s: {what}\n{told}")
-            time.sleep(0.5)
+            time.sleep(1)
 
     def serving(self, after: int = 0) -> bool:
         """Whether every rank serves one and the same generation later than C(after)."""
-        seen = [rank.status() for rank in self.ranks]
-        generations = {status.get("generation", 0) for status in seen}
-        alike = len(generations) == 1 and generations.pop() > after
-        return alike and all(status.get("state") == "serving" for status in seen)
+        generation = 0
+        for rank in self.ranks:
+            status = rank.status()
+            # Hosts that start their engines have better to do than to be asked twice a second.
+            if status.get("state") != "serving" or status["generation"] <= after:
+                return False
+            if generation and status["generation"] != generation:
+                return False
+            generation = status["generation"]
+        return True
 
     def wait_serving(self, after: int = 0) -> None:
         self.wait(f"every rank serves a generation after {after}", lambda: self.serving(after))

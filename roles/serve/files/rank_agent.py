@@ -54,7 +54,7 @@ LINE_LIMIT = 1 << 20
 HANDSHAKE_TIMEOUT = 10.0
 HANDSHAKES_AT_ONCE = 8
 # Seconds a broken group's engine gets to end by itself; an orderly stop gives it timeouts.stop.
-BROKEN_GRACE = 5.0
+BROKEN_GRACE = 2.0
 # Seconds to wait for killed processes to be gone, and for GPUs to be free of them.
 GONE_TIMEOUT = 30.0
 # Errors of a connection that say nothing of the peer's process: the network is silent.
@@ -1491,10 +1491,12 @@ class Worker(Agent):
     def _part(self, kind: str, link: Link, how: str) -> None:
         if self.session is None or self.session.link is not link or link.superseded:
             return
+        # Nothing more comes over it: no verdict of rank 0 is left to wait for.
+        self.session.link = None
         if kind == "lost":
-            self.session.link = None
             self._connect()
             return
+        link.close()
         self._lose(f"{self.config.head}: {how}")
 
     def _lose(self, cause: str, *, failure: bool = True) -> None:

@@ -328,6 +328,13 @@ def test_an_agent_that_is_killed_ends_the_group(lab, rank):
     assert f"rank{rank}" in other.status()["last_failure"]["cause"]
 
 
+def test_no_verdict_is_waited_for_from_a_rank_0_that_is_gone(lab):
+    configured(lab, timeouts={"peer": 3600, "orphan": 3600, "probe_interval": 3600}).start().serve(1)
+    lab[0].signal(signal.SIGKILL)
+    down(lab[1])
+    assert lab[1].status()["last_failure"]["cause"] == "rank 0 (rank0): connection closed"
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_stop_sends_the_others_back_to_waiting(lab, rank):
     lab.start(supervised=True).serve(1)
