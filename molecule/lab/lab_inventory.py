@@ -84,7 +84,7 @@ def inventory(settings: Settings, revision: str) -> dict[str, Any]:
         "serve_environment": SERVE_ENVIRONMENT,
         "serve_wait_timeout": 600,
         # A hung rank is found soon enough to watch, and breaking a rank again and again is what the lab is for.
-        "serve_probe_interval": 20,
+        "serve_probe_interval": 10,
         "serve_probe_timeout": 20,
         "serve_restart_limit": 100,
         "checkpoint_endpoint": settings.endpoint,

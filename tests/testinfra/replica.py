@@ -8,6 +8,7 @@ Commands go over SSH without a shared connection, because some of the faults cut
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -173,9 +174,9 @@ def playbook(*words: str, expect: int = 0) -> str:
 
 
 def interrupted_playbook(task: str, *words: str) -> None:
-    """Run a playbook and press Ctrl-C when the named task begins.
+    """Run a playbook and press Ctrl-C when the named task begins, and again until it ends, as people do.
 
-    ansible-core can hang for ever then, when a fork dies with its lock on the queue of results: patience ends it.
+    ansible-core can miss the first one, and can hang for ever when a fork dies with its lock on the queue of results.
     """
     command, environment = _command(words)
     run = subprocess.Popen(
@@ -191,11 +192,14 @@ def interrupted_playbook(task: str, *words: str) -> None:
     for line in run.stdout:
         output += line
         if task in line:
-            os.killpg(run.pid, signal.SIGINT)
             break
-    try:
-        output += run.communicate(timeout=30)[0]
-    except subprocess.TimeoutExpired:
+    end = time.monotonic() + 30
+    while run.poll() is None:
+        os.killpg(run.pid, signal.SIGINT if time.monotonic() < end else signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            run.wait(0.5)
+    # A fork that was left behind holds the pipe open.
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(run.pid, signal.SIGKILL)
-        output += run.communicate()[0]
+    output += run.communicate()[0]
     assert run.returncode != 0, f"the playbook ended before '{task}' could be interrupted: {output[-4000:]}"

@@ -21,8 +21,16 @@ def replica() -> Replica:
 
 
 @pytest.fixture(scope="session")
-def api_key(replica, tmp_path_factory):
-    """A key that the API asks for as long as tests with it run; afterwards there is none, as before."""
+def mended():
+    """At the end the group serves as the inventory has it, whatever a test left."""
+    yield
+    for name in ("serve", "verify"):
+        playbook(f"playbooks/{name}.yml")
+
+
+@pytest.fixture(scope="session")
+def api_key(replica, mended, tmp_path_factory):
+    """A key that the API asks for from here on, until the end of all tests."""
     key = f"lab/{secrets.token_urlsafe(24)}"
     file = tmp_path_factory.mktemp("key") / "key.json"
     file.touch(mode=0o600)
@@ -33,5 +41,3 @@ def api_key(replica, tmp_path_factory):
     replica.key = key
     yield key
     replica.key = ""
-    for name in ("serve", "verify"):
-        playbook(f"playbooks/{name}.yml")

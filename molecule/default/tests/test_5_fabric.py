@@ -33,7 +33,8 @@ def test_it_is_not_measured_beside_a_replica_that_runs(replica):
     assert replica.pids() == pids
 
 
-def test_messages_go_between_the_hosts_and_add_up(replica):
+def test_messages_go_between_the_hosts_and_add_up(mended):
+    """The last one with this configuration: the group stays down until the next module gives the API a key."""
     playbook("playbooks/stop.yml")
     output = playbook("playbooks/fabric_test.yml")
     assert "all-reduce over all hosts at 1 MiB" in output
@@ -42,5 +43,3 @@ def test_messages_go_between_the_hosts_and_add_up(replica):
         "playbooks/fabric_test.yml", "-e", '{"fabric_test_gates": {"send_recv": {"fail": 9999}}}', expect=2
     )
     assert "The fabric is not as fast as it must be" in output
-    playbook("playbooks/serve.yml")
-    playbook("playbooks/verify.yml")

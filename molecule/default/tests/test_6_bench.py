@@ -42,7 +42,7 @@ def results(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def first(replica, results) -> Measurement:
+def first(replica, api_key, results) -> Measurement:
     replica.wait_serving()
     pids = replica.pids()
     measured = measure(results, "first", BOTH)
@@ -86,6 +86,13 @@ def test_the_record_says_what_was_measured(first, replica):
         assert seen["generation"] == status["generation"]
         assert len(seen["checkpoint"]["identity_digest"]) == 64
         assert "GLOO_SOCKET_IFNAME" in seen["fabric"]
+
+
+def test_the_key_is_used_and_kept_out_of_the_results(first, api_key):
+    assert api_key not in first.output
+    files = [path for path in first.folder.rglob("*") if path.is_file()]
+    assert len(files) > len(first.record["runs"])
+    assert not [path for path in files if api_key.encode() in path.read_bytes()]
 
 
 def test_the_report_is_one_page_with_its_plots(first):

@@ -496,10 +496,11 @@ class Lab:
         for agent in self.agents:
             agent.supervised = False
         end_marked(self.mark)
+        # A supervisor that had seen its agent end may have started the next one meanwhile.
         for agent in self.agents:
-            if agent._watch is not None:
-                agent._watch.join(CEILING)
-        end_marked(self.mark)  # what a supervisor started between the two
+            while agent.alive:
+                agent._watch.join(POLL)
+                end_marked(self.mark)
         for agent in self.agents:
             agent.notifications.close()
         for relay in self.relays:
