@@ -161,14 +161,18 @@ def start(job: Job, work: Callable[[Tell], dict[str, Any]], patience: float = 30
                 _child(job, ident, work)
             run = Run(job, ident, False, pid)
             while True:
+                # In this order: short work can begin and be done between the two looks.
+                ended, code = os.waitpid(pid, os.WNOHANG)
                 status = read_json(job.status)
                 if isinstance(status, dict) and status.get("id") == ident:
                     return run
-                ended, code = os.waitpid(pid, os.WNOHANG)
                 if ended:
                     break
                 time.sleep(_POLL / 5)
-            if os.waitstatus_to_exitcode(code) != _TAKEN:
+            exit_code = os.waitstatus_to_exitcode(code)
+            if exit_code == 0:
+                return run
+            if exit_code != _TAKEN:
                 raise BackgroundError(f"The run in the background could not begin. {_last_line(job.log)}".rstrip())
         if time.monotonic() > deadline:
             raise BackgroundError(f"Another run holds {job.lock} and says nothing: end it.")

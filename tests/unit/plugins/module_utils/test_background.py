@@ -106,6 +106,60 @@ def test_who_missed_the_end_follows_the_next_run_of_the_same_work(play: Play) ->
     assert status["result"] == {"text": "second"}
 
 
+@pytest.mark.parametrize("after", ["status", "waitpid"])
+def test_work_that_is_done_between_two_looks(play: Play, monkeypatch: pytest.MonkeyPatch, after: str) -> None:
+    """Whatever is looked at first, the work begins and ends right after it."""
+    ended: list[tuple[int, int]] = []
+
+    def end(pid: int) -> None:
+        if not ended:
+            ended.append(os.waitpid(pid, 0))
+
+    pids: list[int] = []
+    real_fork, real_wait, real_read = os.fork, os.waitpid, module.read_json
+
+    def fork() -> int:
+        pids.append(real_fork())
+        return pids[-1]
+
+    def wait(pid: int, options: int) -> tuple[int, int]:
+        if options == 0 or not pids:
+            return real_wait(pid, options)
+        seen = ended[-1] if ended else (0, 0)
+        if after == "waitpid":
+            end(pid)
+        return seen
+
+    def read(path: str) -> Any:
+        seen = real_read(path)
+        if pids and pids[-1] and after == "status":
+            end(pids[-1])
+        return seen
+
+    monkeypatch.setattr(module.os, "fork", fork)
+    monkeypatch.setattr(module.os, "waitpid", wait)
+    monkeypatch.setattr(module, "read_json", read)
+    run = module.start(play.job, lambda _tell: {"text": "at once"})
+    status = run.follow(30)
+    assert status is not None
+    assert status["result"] == {"text": "at once"}
+
+
+def test_work_whose_status_is_overwritten_at_once(play: Play) -> None:
+    """Somebody begins the same work again before we look: theirs is as good."""
+    real = module.read_json
+    other = {"id": "another", "pid": 1, "done": True, "result": {"text": "theirs"}}
+
+    def read(path: str) -> Any:
+        return None if real(path) is None else other
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "read_json", read)
+        status = module.start(play.job, lambda _tell: {"text": "ours"}).follow(30)
+    assert status is not None
+    assert status["result"] == {"text": "theirs"}
+
+
 def test_an_end_without_a_word_is_told(play: Play) -> None:
     (ident, _attached, pid), _status = play.run(0)
     os.kill(pid, signal.SIGKILL)
