@@ -56,7 +56,9 @@ class Log:
     def run(self, *words: str | Path, cwd: Path = ROOT, env: dict[str, str] | None = None, expect: int = 0) -> str:
         """The output of a command; fails the check unless it exits as expected."""
         command = [str(word) for word in words]
-        environment = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", "ANSIBLE_FORCE_COLOR": "0", **(env or {})}
+        # What somebody has set for Ansible, a path of collections before all, is not what is checked.
+        own = {name: value for name, value in os.environ.items() if not name.startswith("ANSIBLE_")}
+        environment = {**own, "PATH": f"{BIN}:{os.environ['PATH']}", "ANSIBLE_FORCE_COLOR": "0", **(env or {})}
         with self.path.open("a", encoding="utf-8") as log:
             log.write(f"$ {' '.join(command)}\n")
             log.flush()
@@ -155,8 +157,17 @@ def seed_pip_bootstrap(log: Log) -> None:
             script.write_text("import ensurepip\n\nensurepip.bootstrap(upgrade=True)\n", encoding="utf-8")
 
 
+AGENT_TESTS = "tests/unit/roles/serve/test_rank_agent.py"
+
+
+def units_agent(log: Log) -> None:
+    """The units that measure for how long a process is silent."""
+    log.run(sys.executable, "-m", "pytest", "-n", "3", "-q", AGENT_TESTS, env=collections())
+
+
 def units(log: Log) -> None:
-    log.run(sys.executable, "-m", "pytest", "-n", "3", "--dist", "worksteal", "-q", "tests/unit", env=collections())
+    words = ["-n", "2", "--dist", "worksteal", "-q", "tests/unit", f"--ignore={AGENT_TESTS}"]
+    log.run(sys.executable, "-m", "pytest", *words, env=collections())
 
 
 def units_oldest(log: Log) -> None:
@@ -167,7 +178,7 @@ def units_oldest(log: Log) -> None:
     # What is left out runs the same whatever ansible-core is there.
     parts = ["playbooks", "roles", *(f"plugins/{part}" for part in ("action", "filter", "modules"))]
     words = [folder / "bin" / "python", "-m", "pytest", "-n", "2", "-q", *(f"tests/unit/{part}" for part in parts)]
-    log.run(*words, "--ignore=tests/unit/roles/serve/test_rank_agent.py", env={**collections(), **path})
+    log.run(*words, f"--ignore={AGENT_TESTS}", env={**collections(), **path})
 
 
 def bench_smoke(log: Log) -> None:
@@ -291,6 +302,7 @@ CHECKS: dict[str, Check] = {
     "readmes": readmes,
     "changelog": changelog,
     "docs": docs,
+    "units-agent": units_agent,
     "units": units,
     "ansible-lint": ansible_lint,
     "units-oldest": units_oldest,
@@ -305,16 +317,22 @@ CHECKS: dict[str, Check] = {
 }
 GROUPS = {
     "all": list(CHECKS),
+    "units": ["units-agent", "units"],
     "lint": ["yamllint", "ruff", "readmes", "changelog", "docs", "ansible-lint"],
     "molecule": ["lab", "check-mode", *[f"molecule-{name}" for name in SCENARIOS]],
 }
 
 
-# The checks that use the two hosts go one after the other, the rest beside them as far as that disturbs neither:
-# the units measure how long a process is silent, and the engine takes all the processor that there is.
+# The checks that use the two hosts go one after the other, the rest beside them. What measures time goes alone, and so
+# does the engine, which takes all the processor that there is.
 HOSTS = [*GROUPS["molecule"], "installed", "site-oldest"]
 REST = [name for name in CHECKS if name not in HOSTS]
-AFTER = {"check-mode": ["units"], "molecule-vllm": REST, "installed": ["build"], "site-oldest": ["units-oldest"]}
+AFTER = {
+    "check-mode": ["units-agent"],
+    "molecule-default": REST,
+    "installed": ["build"],
+    "site-oldest": ["units-oldest"],
+}
 
 
 def perform(name: str) -> str | None:
