@@ -352,6 +352,37 @@ def perform(name: str) -> str | None:
     return failure
 
 
+def perform_all(names: list[str]) -> list[str | None]:
+    """What did not hold, of each check that was run."""
+    done = {name: Event() for name in names}
+    interrupted = Event()
+
+    def lane(members: list[str]) -> list[str | None]:
+        results = []
+        for name in [name for name in names if name in members]:
+            for other in AFTER.get(name, []):
+                if other in done:
+                    done[other].wait()
+            if interrupted.is_set():
+                break
+            try:
+                results.append(perform(name))
+            finally:
+                done[name].set()
+        return results
+
+    with ThreadPoolExecutor(2) as lanes:
+        parts = [lanes.submit(lane, members) for members in (REST, HOSTS)]
+        try:
+            return [result for part in parts for result in part.result()]
+        except KeyboardInterrupt:
+            # The commands that run got it from the terminal; what has not begun stays so.
+            interrupted.set()
+            for event in done.values():
+                event.set()
+            raise
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", default=["all"], metavar="CHECK")
@@ -365,22 +396,7 @@ def main() -> int:
         if name not in CHECKS and name not in GROUPS:
             parser.error(f"no check '{name}': see --list")
         names += [part for part in GROUPS.get(name, [name]) if part not in names]
-    done = {name: Event() for name in names}
-
-    def lane(members: list[str]) -> list[str | None]:
-        results = []
-        for name in [name for name in names if name in members]:
-            for other in AFTER.get(name, []):
-                if other in done:
-                    done[other].wait()
-            try:
-                results.append(perform(name))
-            finally:
-                done[name].set()
-        return results
-
-    with ThreadPoolExecutor(2) as lanes:
-        results = [result for part in lanes.map(lane, (REST, HOSTS)) for result in part]
+    results = perform_all(names)
     failures = [failure for failure in results if failure is not None]
     if names == GROUPS["all"] and not failures and LAB.exists():
         subprocess.run([sys.executable, str(LAB), "down"], check=False)
