@@ -71,6 +71,8 @@ class Replica:
         self.url = f"http://{self.ranks[0].address}:{port}"
         self.model = model
         self.key = key
+        # What a playbook needs on its command line to know the key.
+        self.key_words: tuple[str, ...] = ()
 
     def complete(self, prompt: str = "Hello", tokens: int = 8, timeout: float = 60) -> list[int]:
         """Token ids of a greedy completion."""

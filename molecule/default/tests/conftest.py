@@ -38,6 +38,6 @@ def api_key(replica, mended, tmp_path_factory):
     for name in ("serve", "verify"):
         output = playbook(f"playbooks/{name}.yml", "--diff", "-e", f"@{file}")
         assert key not in output
-    replica.key = key
+    replica.key, replica.key_words = key, ("-e", f"@{file}")
     yield key
-    replica.key = ""
+    replica.key, replica.key_words = "", ()

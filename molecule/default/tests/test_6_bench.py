@@ -23,7 +23,7 @@ class Measurement(t.NamedTuple):
     record: dict[str, t.Any]
 
 
-def measure(results: Path, name: str, workloads: list[dict[str, t.Any]]) -> Measurement:
+def measure(replica, results: Path, name: str, workloads: list[dict[str, t.Any]]) -> Measurement:
     variables = {
         "bench_name": name,
         "bench_results_dir": str(results),
@@ -31,7 +31,7 @@ def measure(results: Path, name: str, workloads: list[dict[str, t.Any]]) -> Meas
         "bench_repetitions": 2,
         "bench_warmup_prompts": 0,
     }
-    output = playbook("playbooks/bench.yml", "-e", json.dumps(variables))
+    output = playbook("playbooks/bench.yml", *replica.key_words, "-e", json.dumps(variables))
     (folder,) = results.glob(f"*-{name}")
     return Measurement(folder, output, json.loads((folder / "bench.json").read_text(encoding="utf-8")))
 
@@ -45,7 +45,7 @@ def results(tmp_path_factory) -> Path:
 def first(replica, api_key, results) -> Measurement:
     replica.wait_serving()
     pids = replica.pids()
-    measured = measure(results, "first", BOTH)
+    measured = measure(replica, results, "first", BOTH)
     assert replica.pids() == pids
     return measured
 
@@ -113,8 +113,8 @@ def test_nothing_but_the_last_results_stays_on_the_host(first, replica):
     assert replica.ranks[1].run("ls -d /var/lib/kimi-k3-bench", check=False) == ""
 
 
-def test_two_measurements_are_compared_with_their_noise(first, results):
-    second = measure(results, "second", BOTH[:1])
+def test_two_measurements_are_compared_with_their_noise(first, replica, results):
+    second = measure(replica, results, "second", BOTH[:1])
     output = playbook(
         "playbooks/bench_compare.yml",
         "-e",
@@ -128,7 +128,8 @@ def test_two_measurements_are_compared_with_their_noise(first, results):
     assert "Versions, commands, checkpoint, fabric and hardware are the same." in text
 
 
-def test_a_model_that_is_not_served_is_refused(results):
+def test_a_model_that_is_not_served_is_refused(replica, api_key, results):
     words = json.dumps({"bench_model": "another", "bench_results_dir": str(results)})
-    output = " ".join(playbook("playbooks/bench.yml", "-e", words, expect=2).split())
+    output = " ".join(playbook("playbooks/bench.yml", *replica.key_words, "-e", words, expect=2).split())
     assert "serves kimi-k3, not another." in output
+    assert api_key not in output
