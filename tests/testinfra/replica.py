@@ -106,16 +106,14 @@ class Replica:
 
     def serving(self, after: int = 0) -> bool:
         """Whether every rank serves one and the same generation later than C(after)."""
-        generation = 0
+        generations = set()
         for rank in self.ranks:
             status = rank.status()
-            # Hosts that start their engines have better to do than to be asked twice a second.
-            if status.get("state") != "serving" or status["generation"] <= after:
+            # Hosts that start their engines have better to do than to be asked when one is known not to serve.
+            if status.get("state") != "serving":
                 return False
-            if generation and status["generation"] != generation:
-                return False
-            generation = status["generation"]
-        return True
+            generations.add(status["generation"])
+        return len(generations) == 1 and generations.pop() > after
 
     def wait_serving(self, after: int = 0) -> None:
         self.wait(f"every rank serves a generation after {after}", lambda: self.serving(after))
@@ -164,7 +162,9 @@ def _command(words: tuple[str, ...]) -> tuple[list[str], dict[str, str]]:
     """ansible-playbook from the checkout on the lab's inventory, without what molecule sets for its own runs."""
     command = [str(Path(sys.executable).parent / "ansible-playbook"), "-i", str(INVENTORY), *words]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("ANSIBLE_")}
-    return command, {**environment, "ANSIBLE_CONFIG": str(ROOT / "ansible.cfg"), "ANSIBLE_FORCE_COLOR": "0"}
+    # Reports go below what PWD says, which only a shell keeps true.
+    own = {"PWD": str(ROOT), "ANSIBLE_CONFIG": str(ROOT / "ansible.cfg"), "ANSIBLE_FORCE_COLOR": "0"}
+    return command, {**environment, **own}
 
 
 def playbook(*words: str, expect: int = 0) -> str:

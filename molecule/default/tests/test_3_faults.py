@@ -15,8 +15,7 @@ def expected(replica):
     return replica.complete()
 
 
-# A unit that is restarted by hand is what the playbook below does; scenario serve has it as well.
-@pytest.mark.parametrize("fault", [name for name in FAULTS if name != "unit restarted"])
+@pytest.mark.parametrize("fault", list(FAULTS))
 @pytest.mark.parametrize("number", [0, 1])
 def test_the_group_comes_back(replica, expected, number, fault):
     before = replica.generation()

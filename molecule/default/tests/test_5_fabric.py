@@ -18,8 +18,12 @@ def test_the_environment_of_role_fabric_reaches_the_engine(replica):
 
 def test_a_change_of_it_restarts_the_group_once(replica):
     before = replica.generation()
-    playbook("site.yml", "-e", '{"fabric_environment": {"NCCL_DEBUG": "VERSION"}}')
+    changed = ("-e", '{"fabric_environment": {"NCCL_DEBUG": "VERSION"}}')
+    playbook("site.yml", *changed)
     assert replica.generation() == before + 1
+    pids = replica.pids()
+    playbook("site.yml", *changed)
+    assert replica.pids() == pids
 
 
 def test_it_is_not_measured_beside_a_replica_that_runs(replica):
