@@ -44,7 +44,7 @@ sys.path[:0] = [str(HERE), str(ROOT / "tests" / "tools"), str(ROOT / ".collectio
 import k3_index
 import peers
 import uplink
-from measure import CommandError, Cost, chill, settle, warm
+from measure import CommandError, Cost, chill, own_network, settle, warm
 from peers import OURS, Contender, Repository
 
 REPOSITORY = "lab/benchmark"
@@ -394,7 +394,7 @@ def main() -> int:
         "schema": 1,
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "smoke": options.smoke,
-        "machine": machine(options.place),
+        "machine": {**machine(options.place), "congestion_control": own_network()},
         "versions": peers.versions(),
         "absent": absent,
     }
