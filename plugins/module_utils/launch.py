@@ -46,6 +46,14 @@ WORLD_FLAGS = frozenset(
 ENTRANCE_FLAGS = frozenset({"ssl-keyfile", "ssl-certfile", "ssl-ca-certs", "ssl-cert-reqs", "uds"})
 
 
+# Names of environment variables whose values are nobody's to read.
+_SECRET_NAME = re.compile(r"(^|_)(API_KEY|ACCESS_KEY|PRIVATE_KEY|TOKEN|SECRET|PASSWORD|CREDENTIALS?)$", re.IGNORECASE)
+# What the unit hides from the engine, and the settings of [Service] by which an operator may open it again.
+_HIDDEN = {"ProtectHome": ("/home", "/root", "/run/user"), "PrivateTmp": ("/tmp", "/var/tmp")}  # noqa: S108
+_OPENED_BY = frozenset({"BindPaths", "BindReadOnlyPaths"})
+_SHORTEST_KEY = 8  # characters; a shorter one would be taken out of places where it stands by chance
+
+
 class LaunchError(ValueError):
     """The variables contradict each other; the message is one sentence for the operator."""
 
@@ -177,6 +185,11 @@ def launch_errors(args: t.Mapping[str, t.Any], environment: t.Mapping[str, t.Any
     for name, value in environment.items():
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", str(name)):
             errors.append(f"'{printable(name)}' in serve_environment is no name of an environment variable.")
+        elif value is not None and _SECRET_NAME.search(str(name)):
+            errors.append(
+                f"serve_environment names {name}, which looks like a secret, and everybody on the host can read that "
+                "environment: the API key belongs into serve_api_key, and the engine loads from disk without a token."
+            )
         elif value is not None and re.search(r"[\n\r\0]", _word(value)):
             errors.append(f"The value of {name} in serve_environment spans lines: write it on one.")
         elif value is not None and not _sayable(value):
@@ -198,18 +211,25 @@ def printable(value: t.Any) -> str:
     return "".join(c if c.isprintable() else "?" for c in str(value))
 
 
-def address_error(name: str, value: t.Any, listening: bool = False) -> str | None:
-    """What is wrong with an address on which others, or with C(listening) a server, are to be found."""
+def address_error(name: str, value: t.Any, listening: bool = False, names: bool = True) -> str | None:
+    """What is wrong with an address on which others, or with C(listening) a server, are to be found.
+
+    Without C(names) it must be an address as the host itself writes it, since it is looked for among the host's own.
+    """
     text = str(value)
     told = f"{name} is '{printable(text)}'"
     try:
         address = ipaddress.ip_address(text)
     except ValueError:
+        if not names:
+            return f"{told}: it must be an IP address alone, without name, port, brackets or prefix length."
         if not re.search(r"[A-Za-z]", text) or not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?", text):
             return f"{told}: it must be an IP address or a host name alone, without port, brackets or scheme."
         local = text == "localhost"
     else:
         local = address.is_loopback or address.is_unspecified
+        if not names and str(address) != text:
+            return f"{told}: write it as {address}, which is how the host writes it."
     if local and not listening:
         return f"{told}, which other hosts cannot reach: set it to a private address of the host."
     return None
@@ -218,8 +238,8 @@ def address_error(name: str, value: t.Any, listening: bool = False) -> str | Non
 def service_errors(service: t.Mapping[str, t.Any]) -> list[str]:
     """What the unit cannot hold or the agent would refuse at its start: sentences, empty when all is well.
 
-    C(service): C(unit), C(user), C(home), C(api_host), C(model_name), C(api_key), C(after), C(extra), C(ports) and
-    C(timeouts) by the name of their variable.
+    C(service): C(unit), C(user), C(home), C(api_host), C(model_name), C(api_key), C(after), C(extra), and by the name
+    of their variable C(paths) that the engine reads, C(ports) and C(timeouts).
     """
     errors = []
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*[.]service", str(service["unit"])):
@@ -237,6 +257,8 @@ def service_errors(service: t.Mapping[str, t.Any]) -> list[str]:
         errors.append("serve_model_name is empty: give the name under which clients ask for the model.")
     if service["api_key"] and not re.fullmatch(r"[\x21-\x7e]+", str(service["api_key"])):
         errors.append("serve_api_key has characters that no HTTP header can hold: use ASCII without spaces.")
+    elif service["api_key"] and len(str(service["api_key"])) < _SHORTEST_KEY:
+        errors.append(f"serve_api_key is too short: use {_SHORTEST_KEY} characters or more.")
     for unit in service["after"]:
         if not re.fullmatch(r"[A-Za-z0-9:_.@\\-]+[.][a-z]+", str(unit)):
             errors.append(
@@ -249,6 +271,7 @@ def service_errors(service: t.Mapping[str, t.Any]) -> list[str]:
             )
         elif re.search(r"[\n\r\0]", str(value)):
             errors.append(f"The value of {name} in serve_unit_extra spans lines: write it on one.")
+    errors.extend(_hidden_paths(service["paths"], service["extra"]))
     by_port: dict[int, list[str]] = {}
     for name, value in service["ports"].items():
         by_port.setdefault(int(value), []).append(name)
@@ -264,6 +287,20 @@ def service_errors(service: t.Mapping[str, t.Any]) -> list[str]:
             f"serve_heartbeat is {heartbeat:g} and serve_peer_timeout {peer:g}: "
             "a peer can only be missed after more than a heartbeat."
         )
+    return errors
+
+
+def _hidden_paths(paths: t.Mapping[str, t.Any], extra: t.Mapping[str, t.Any]) -> list[str]:
+    """Paths that root sees and the service does not: found out here, and not after a checkpoint was fetched there."""
+    errors = []
+    for name, path in paths.items():
+        for setting, folders in _HIDDEN.items():
+            hidden = next((folder for folder in folders if f"{path}/".startswith(f"{folder}/")), None)
+            if hidden and not _OPENED_BY & set(extra) and setting not in extra:
+                errors.append(
+                    f"{name} is '{printable(path)}', but {setting}= of the unit hides {hidden} from the engine: "
+                    f"choose another place, or set {setting} in serve_unit_extra."
+                )
     return errors
 
 
@@ -337,6 +374,9 @@ def rank_configuration(settings: t.Mapping[str, t.Any]) -> dict[str, t.Any]:
         "agent_port": int(settings["agent_port"]),
         "argv": [f"{settings['venv']}/bin/vllm", "serve", settings["model"], *flag_words(flags)],
         "identity": dict(sorted(identity.items())),
+        # What the agent asks again at each start: an environment or checkpoint can change without this role.
+        "engine_receipt": f"{settings['venv']}/engine.json",
+        "checkpoint_statement": f"{settings['model']}/checkpoint.json",
         "api": {
             "url": f"http://{_probe_host(settings['api_host'])}:{int(settings['api_port'])}",
             "model": settings["model_name"],
@@ -432,11 +472,11 @@ def _place_errors(shape: t.Mapping[str, t.Any]) -> list[str]:
     by_address: dict[str, list[str]] = {}
     addresses = {host: str(address) for host, address in dict(shape.get("addresses") or {}).items() if address}
     for host, address in sorted(addresses.items()):
-        found = address_error("serve_address", address, listening=len(shape["ranks"]) == 1)
+        found = address_error("serve_address", address, listening=len(shape["ranks"]) == 1, names=False)
         if found:
             errors.append(f"On host {host} {found}")
         else:
-            by_address.setdefault(address.lower(), []).append(host)
+            by_address.setdefault(address, []).append(host)
     for address, hosts in sorted(by_address.items()):
         if len(hosts) > 1:
             errors.append(

@@ -236,6 +236,13 @@ def is_enabled(module: AnsibleModule) -> bool:
     return rc == 0 and out.strip() == "enabled"
 
 
+def is_unread(module: AnsibleModule) -> bool:
+    """Whether systemd has the unit in memory as it was before: a run may have ended between writing and reloading."""
+    words = ["systemctl", "show", "--property", "NeedDaemonReload", "--value", "--", module.params["unit"]]
+    rc, out, _err = module.run_command(words)
+    return rc == 0 and out.strip() == "yes"
+
+
 def systemctl(module: AnsibleModule, *words: str) -> None:
     rc, out, err = module.run_command(["systemctl", *words])
     if rc != 0:
@@ -278,11 +285,11 @@ def main() -> None:
     except ValueError as error:
         module.fail_json(msg=str(error))
     digest = set_digest(files)
-    # The digest is written last: a run that is cut off leaves the old one, and the next run sees a difference.
-    files.append(File(module.params["digest_file"], f"{digest}\n".encode(), 0o644, False))
+    # Written last: a run that is cut off leaves the old one, and the next run sees a difference.
+    record = File(module.params["digest_file"], f"{digest}\n".encode(), 0o644, False)
 
     diffs, written = [], []
-    for file in files:
+    for file in [*files, record]:
         before = read(file.path)
         if before != (file.content, file.mode):
             written.append(file)
@@ -291,15 +298,19 @@ def main() -> None:
     reload = any(os.path.basename(file.path) == module.params["unit"] for file in written)
     if reload:
         verify_unit(module, files)
+    reload = reload or is_unread(module)
     toggle = is_enabled(module) != module.params["enabled"]
 
     if not module.check_mode:
         for file in written:
-            write(file)
+            if file is not record:
+                write(file)
         for path in removed:
             os.unlink(path)
         if reload:
             systemctl(module, "daemon-reload")
+        if record in written:
+            write(record)
         if toggle:
             systemctl(module, "enable" if module.params["enabled"] else "disable", "--", module.params["unit"])
     if toggle:
@@ -314,7 +325,7 @@ def main() -> None:
             }
         )
     module.exit_json(
-        changed=bool(written or removed or toggle),
+        changed=bool(written or removed or toggle or reload),
         digest=digest,
         written=[file.path for file in written] + removed,
         diff=diffs,

@@ -27,22 +27,36 @@ def edit(rank, path, code):
     rank.run(f"python3 -c \"import json; p='{path}'; d=json.load(open(p)); {code}; json.dump(d, open(p, 'w'))\"")
 
 
+RANK, RECEIPT, STATEMENT = (
+    "/etc/scenario-serve/rank.json",
+    "/opt/scenario-serve/venv/engine.json",
+    "/srv/scenario-serve/checkpoint.json",
+)
+
+
 @pytest.mark.parametrize(
-    ("key", "value"),
+    ("key", "value", "path", "code"),
     [
-        ("engine.vllm", "0.31.0"),
-        ("argument.--max-model-len", "1024"),
-        ("environment.VLLM_PP_LAYER_PARTITION", "2,4"),
-        ("checkpoint", "f" * 64),
+        ("engine.vllm", "0.31.0", RECEIPT, "d['versions']['vllm'] = '0.31.0'"),
+        ("argument.--max-model-len", "1024", RANK, "d['identity']['argument.--max-model-len'] = '1024'"),
+        (
+            *("environment.VLLM_PP_LAYER_PARTITION", "2,4", RANK),
+            "d['identity']['environment.VLLM_PP_LAYER_PARTITION'] = '2,4'",
+        ),
+        ("checkpoint", "f" * 64, STATEMENT, f"d['identity_digest'] = '{'f' * 64}'"),
     ],
 )
-def test_ranks_that_differ_stay_down_and_say_why(replica, key, value):
-    edit(replica.ranks[1], "/etc/scenario-serve/rank.json", f"d['identity']['{key}'] = '{value}'")
+def test_ranks_that_differ_stay_down_and_say_why(replica, key, value, path, code):
+    replica.ranks[1].run(f"cp -a {path} {path}.before")
+    edit(replica.ranks[1], path, code)
     for rank in replica.ranks:
         rank.run("systemctl restart --no-block scenario-serve")
-    replica.wait(
-        "both units have failed", lambda: all(rank.property("ActiveState") == "failed" for rank in replica.ranks)
-    )
+    try:
+        replica.wait(
+            "both units have failed", lambda: all(rank.property("ActiveState") == "failed" for rank in replica.ranks)
+        )
+    finally:
+        replica.ranks[1].run(f"mv {path}.before {path}")
     for rank in replica.ranks:
         assert rank.property("ExecMainStatus") == "78"
         status = rank.status()
@@ -57,24 +71,22 @@ def test_ranks_that_differ_stay_down_and_say_why(replica, key, value):
 
 def test_the_controller_refuses_differing_hosts_before_it_touches_a_running_group(replica):
     pids = replica.pids()
-    path = "/opt/scenario-serve/venv/engine.json"
-    edit(replica.ranks[1], path, "d['versions']['vllm'] = '0.31.0'")
+    edit(replica.ranks[1], RECEIPT, "d['versions']['vllm'] = '0.31.0'")
     try:
         output = " ".join(playbook(CONVERGE, expect=2).split())
         assert "engine.vllm differs between the hosts: rank0 has" in output
         assert "rank1 has 0.31.0" in output
         assert replica.pids() == pids
     finally:
-        edit(replica.ranks[1], path, f"d['versions']['vllm'] = '{version(replica)}'")
+        edit(replica.ranks[1], RECEIPT, f"d['versions']['vllm'] = '{version(replica)}'")
 
 
 def version(replica):
-    return json.loads(replica.ranks[0].run("cat /opt/scenario-serve/venv/engine.json"))["versions"]["vllm"]
+    return json.loads(replica.ranks[0].run(f"cat {RECEIPT}"))["versions"]["vllm"]
 
 
-@pytest.mark.parametrize("what", ["engine.json", "checkpoint.json"])
-def test_a_host_that_lacks_a_part_is_told_what_to_run(replica, what):
-    path = "/opt/scenario-serve/venv/engine.json" if what == "engine.json" else "/srv/scenario-serve/checkpoint.json"
+@pytest.mark.parametrize("path", [RECEIPT, STATEMENT])
+def test_a_host_that_lacks_a_part_is_told_what_to_run(replica, path):
     pids = replica.pids()
     replica.ranks[1].run(f"mv {path} {path}.aside")
     try:

@@ -117,6 +117,8 @@ class Config:
     agent_port: int
     argv: tuple[str, ...]
     identity: dict[str, str]
+    engine_receipt: str
+    checkpoint_statement: str
     api_url: str
     api_model: str
     timeouts: Timeouts
@@ -133,10 +135,39 @@ class Config:
         return self.hosts[0]
 
     @property
-    def agreed(self) -> dict[str, str]:
-        """What must be equal on every rank."""
+    def program(self) -> Path:
+        """The engine's program behind the link of its environment, which may be turned to another one at any time."""
+        program = Path(self.argv[0])
+        return program.parent.resolve() / program.name if "/" in self.argv[0] else program
+
+    def agreed(self, program: Path) -> dict[str, str]:
+        """What must be equal on every rank. What the disk holds counts, not what it held when the role was there."""
         own = {"protocol": str(PROTOCOL), "group": self.group, "world_size": str(self.world_size)}
-        return {**self.identity, **own}
+        agreed = {**self.identity, **own}
+        if self.engine_receipt:
+            agreed = {key: value for key, value in agreed.items() if not key.startswith("engine.")}
+            agreed |= engine_identity(program.parent.parent / Path(self.engine_receipt).name)
+        if self.checkpoint_statement:
+            agreed["checkpoint"] = checkpoint_identity(Path(self.checkpoint_statement))
+        return agreed
+
+
+def engine_identity(receipt: Path) -> dict[str, str]:
+    """Versions and lock of an environment, from the receipt that the role vllm leaves in it."""
+    try:
+        document = json.loads(receipt.read_text(encoding="utf-8"))
+        versions = {f"engine.{name}": str(version) for name, version in document["versions"].items()}
+        return {**versions, "engine.lock": str(document["lock_digest"])}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {"engine.lock": f"unknown ({receipt} cannot be read)"}
+
+
+def checkpoint_identity(statement: Path) -> str:
+    """The digest that stands for plan and bytes of a checkpoint, from the statement beside its files."""
+    try:
+        return str(json.loads(statement.read_text(encoding="utf-8"))["identity_digest"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return f"unknown ({statement} cannot be read)"
 
 
 def parse_timeouts(document: dict[str, Any]) -> Timeouts:
@@ -154,6 +185,7 @@ def parse_timeouts(document: dict[str, Any]) -> Timeouts:
 CONFIG_KINDS = {
     **{"rank": int, "world_size": int, "agent_port": int, "restart_limit": int},
     **{"hosts": list, "argv": list, "identity": dict, "api": dict, "timeouts": dict, "gpu_wait": bool},
+    **{"engine_receipt": str, "checkpoint_statement": str},
 }
 
 
@@ -176,6 +208,8 @@ def parse_config(document: Any) -> Config:
             agent_port=int(document["agent_port"]),
             argv=tuple(str(word) for word in document["argv"]),
             identity={str(key): str(value) for key, value in document["identity"].items()},
+            engine_receipt=document["engine_receipt"],
+            checkpoint_statement=document["checkpoint_statement"],
             api_url=str(document["api"]["url"]).rstrip("/"),
             api_model=str(document["api"]["model"]),
             timeouts=parse_timeouts(document["timeouts"]),
@@ -683,6 +717,8 @@ class Prober:
             left = begin + limit - time.monotonic()
             if left <= 0:
                 break
+            if before is None:
+                before = await self._steps()
             answer = await asyncio.to_thread(self._api.token, left)
             if answer.ok:
                 self._events.put("token")
@@ -850,11 +886,9 @@ class Agent:
         self.serving = False
         self.started_at = 0.0
         self.tasks: set[asyncio.Task] = set()
-        # The link of the environment may be turned to another one while this group runs.
-        self.argv = list(config.argv)
-        if "/" in self.argv[0]:
-            program = Path(self.argv[0])
-            self.argv[0] = str(program.parent.resolve() / program.name)
+        # One environment for the life of this agent: the one it tells the others of is the one it starts.
+        self.program = config.program
+        self.argv = [str(self.program), *config.argv[1:]]
         # Not told yet: the first status is one with words.
         teller.document["generation"] = self.generation
 
@@ -938,7 +972,7 @@ class Agent:
 
     def start_child(self) -> None:
         """Raises End when the engine cannot be started at all."""
-        self.committed = True
+        self.committed, self.started_at = True, time.monotonic()
         environment = {name: value for name, value in os.environ.items() if name not in OWN_ENVIRONMENT}
         if self.key:
             environment["VLLM_API_KEY"] = self.key
@@ -950,7 +984,6 @@ class Agent:
             self.child = Child(self.argv, environment, asyncio.get_running_loop(), self.events)
         except OSError as error:
             raise End(EXIT_ENDED, "restarting", f"{self.config.own}: the engine cannot be started: {error}") from error
-        self.started_at = time.monotonic()
         self.teller.tell(
             state="starting",
             text=f"starting generation {self.generation}",
@@ -965,7 +998,7 @@ class Agent:
 
     def check_start_time(self) -> None:
         limit = self.config.timeouts.start
-        if self.child and not self.serving and time.monotonic() - self.started_at > limit:
+        if self.committed and not self.serving and time.monotonic() - self.started_at > limit:
             raise End(EXIT_ENDED, "restarting", f"{self.config.own}: no token came within {limit:g} s of the start")
 
     def farewell(self, end: End) -> None:
@@ -1099,6 +1132,7 @@ class Head(Agent):
             except OSError as error:
                 self.events.put("note", None, f"cannot listen on {own} port {port} ({error.strerror})")
                 await asyncio.sleep(1)
+        self.events.put("listening")
 
     def farewell(self, end: End) -> None:
         # Who comes back while this agent ends shall find nobody, and not wait for an answer.
@@ -1140,6 +1174,8 @@ class Head(Agent):
     def handle(self, kind: str, source: Any, value: Any) -> None:
         if kind == "hello":
             self._greet(source, value)
+        elif kind == "listening" and not self.committed:
+            self._show_waiting()
         elif kind == "message":
             self._hear(source, value)
         elif kind in ("closed", "lost"):
@@ -1153,13 +1189,17 @@ class Head(Agent):
             else:
                 self._show_suspicion("a token came through, the group lives")
         elif kind == "wedged":
-            if not compiling(os.getpid()) and not any(session.compiling for session in self.sessions.values()):
+            if not compiling(os.getpid()) and not any(map(self._compiles, self.sessions.values())):
                 raise End(EXIT_ENDED, "restarting", f"{self.config.own}: the engine is wedged: {value}")
             self.teller.tell(text=f"compiling kernels, generation {self.generation}")
             if self.prober:
                 self.prober.ask_now()
         elif kind == "note":
             self.teller.tell(text=f"{value}, generation {self.generation}" if self.child else value)
+
+    def _compiles(self, session: Session) -> bool:
+        # What a worker said before it went silent excuses nothing any more.
+        return session.compiling and session.silence < self.config.timeouts.peer
 
     def _host(self, rank: Any) -> Host | None:
         return self.config.hosts[rank] if isinstance(rank, int) and 0 < rank < self.config.world_size else None
@@ -1168,19 +1208,23 @@ class Head(Agent):
         theirs = {str(key): str(value) for key, value in hello["identity"].items()}
         rank = hello["rank"]
         known = self._host(rank)
-        told = Host(rank, str(hello.get("name"))[:100], link.peer)
-        found = differences(self.config.own, self.config.agreed, told, theirs)
+        told = Host(rank, str(hello.get("name"))[:100], str(hello.get("address"))[:100])
+        # Who has no place here is turned away whatever runs on it: a host that was replaced still knows the secret.
+        if known is None:
+            self._refuse(link, told, f"there is no rank {rank}")
+            return
+        if told != known:
+            here = f"rank {rank} is {known.name} at {known.address} in the configuration of rank 0"
+            self._refuse(link, told, f"{here}, and {told.name} at {told.address} in that of the host itself")
+            return
+        found = differences(self.config.own, self.config.agreed(self.program), told, theirs)
         if found and not self.committed:
             text = f"the ranks differ, none is started: {'; '.join(found)}"
             link.send(type="mismatch", cause=text)
             link.close()
             raise End(EXIT_REFUSED, "mismatch", text)
-        if found or known is None:
-            why = f"this group runs with something else: {'; '.join(found)}" if found else f"there is no rank {rank}"
-            self._refuse(link, told, why)
-            return
-        if told.name != known.name:
-            self._refuse(link, told, f"rank {rank} is {known.name} in the configuration of rank 0")
+        if found:
+            self._refuse(link, told, f"this group runs with something else: {'; '.join(found)}")
             return
         session = self.sessions.get(known.rank)
         if session and session.instance == hello.get("instance"):
@@ -1209,7 +1253,10 @@ class Head(Agent):
             serving=self.serving,
             failures=len(self.store.failures),
         )
-        if not self.committed and len(self.sessions) == self.config.world_size - 1:
+        if self.committed and not session.started:
+            # The word to start, or that it was done, was lost with the connection before.
+            link.send(type="start", generation=self.generation)
+        elif not self.committed and len(self.sessions) == self.config.world_size - 1:
             self._start()
         elif not self.committed:
             self._show_waiting()
@@ -1221,7 +1268,7 @@ class Head(Agent):
 
     def _start(self) -> None:
         """Workers first, this rank when all have said that they started."""
-        self.committed = True
+        self.committed, self.started_at = True, time.monotonic()
         self.generation += 1
         self.store.generation = self.generation
         try:
@@ -1390,9 +1437,10 @@ class Worker(Agent):
                     type="hello",
                     rank=self.config.rank,
                     name=self.config.own.name,
+                    address=self.config.own.address,
                     instance=self.instance,
                     generation=self.generation,
-                    identity=self.config.agreed,
+                    identity=self.config.agreed(self.program),
                 )
                 answer = await asyncio.wait_for(link.receive(), HANDSHAKE_TIMEOUT)
             except (LinkError, OSError, EOFError, ValueError, asyncio.TimeoutError) as error:
@@ -1453,13 +1501,14 @@ class Worker(Agent):
         self.session.hear()
         kind, cause = message["type"], str(message.get("cause", ""))[:2000]
         if kind == "start":
-            if self.child:
+            if self.child and message["generation"] != self.generation:
                 raise End(EXIT_ENDED, "restarting", f"{self.config.head} started another generation")
-            self.generation = int(message["generation"])
-            self.store.generation = self.generation
-            with contextlib.suppress(OSError):
-                self.store.save()
-            self.start_child()
+            if not self.child:
+                self.generation = int(message["generation"])
+                self.store.generation = self.generation
+                with contextlib.suppress(OSError):
+                    self.store.save()
+                self.start_child()
             link.send(type="started", generation=self.generation)
         elif kind == "serving" and self.child:
             self.serve()

@@ -221,6 +221,8 @@ def test_an_environment_file_is_read_as_it_was_written():
         ({"x": ["a", "\ud800"]}, {}, "no command line can hold"),
         ({}, {"A B": 1}, "is no name of an environment variable"),
         ({}, {"A\nB": 1}, "'A?B' in serve_environment"),
+        ({}, {"HF_TOKEN": "hf_x"}, "serve_environment names HF_TOKEN, which looks like a secret"),
+        ({}, {"VLLM_API_KEY": "x"}, "the API key belongs into serve_api_key"),
         ({}, {"A": "x\ny"}, "spans lines"),
         ({}, {"A": "\ud800"}, "no environment can hold"),
     ],
@@ -252,6 +254,7 @@ SERVICE = {
     "model_name": "kimi-k3",
     "after": ["srv-kimi\\x2dk3.mount"],
     "extra": {"Nice": -5, "PrivateTmp": False},
+    "paths": {"serve_model": "/srv/kimi-k3", "vllm_venv": "", "serve_venv": "/homes/venv"},
     "ports": {"serve_api_port": "8000", "serve_agent_port": 29500},
     "timeouts": {"serve_heartbeat": 2, "serve_peer_timeout": "10"},
 }
@@ -265,6 +268,13 @@ SERVICE = {
         ({"unit": "../x.service"}, "serve_unit is"),
         ({"user": "Ünï"}, "serve_user is"),
         ({"user": "-x"}, "serve_user is"),
+        (
+            {"paths": {"vllm_venv": "/home/ubuntu/venv"}},
+            "vllm_venv is '/home/ubuntu/venv', but ProtectHome= of the unit",
+        ),
+        ({"paths": {"checkpoint_path": "/root"}}, "ProtectHome= of the unit hides /root"),
+        ({"paths": {"checkpoint_path": "/var/tmp"}, "extra": {"ProtectHome": "no"}}, "PrivateTmp= of the unit hides"),
+        ({"api_key": "short"}, "serve_api_key is too short"),
         ({"home": "/home/kimi"}, "right below /var/lib"),
         ({"home": "/var/lib/.."}, "right below /var/lib"),
         ({"home": "/var/lib/a/b"}, "right below /var/lib"),
@@ -295,13 +305,14 @@ def test_what_a_unit_cannot_hold_is_one_sentence(changes, expected):
     [
         ({"groups": {"a": "kimi_k3", "b": "other"}}, "Host b is in group 'kimi_k3', but its serve_group is 'other'"),
         ({"addresses": {"a": "10.0.0.1", "b": "10.0.0.1"}}, "serve_address 10.0.0.1 is set for a and b"),
-        ({"addresses": {"a": "FD00::1", "b": "fd00::1"}}, "is set for a and b"),
         ({"addresses": {"a": "10.0.0.1:80"}}, "On host a serve_address is '10.0.0.1:80'"),
-        ({"addresses": {"a": "10.0.0.300"}}, "must be an IP address or a host name"),
-        ({"addresses": {"a": "10.0.0.1/24"}}, "must be an IP address or a host name"),
-        ({"addresses": {"a": "[fd00::1]"}}, "must be an IP address or a host name"),
+        ({"addresses": {"a": "10.0.0.300"}}, "must be an IP address alone"),
+        ({"addresses": {"a": "10.0.0.1/24"}}, "must be an IP address alone"),
+        ({"addresses": {"a": "[fd00::1]"}}, "must be an IP address alone"),
+        ({"addresses": {"a": "gpu-a.example"}}, "must be an IP address alone"),
+        ({"addresses": {"a": "FD00:0::1"}}, "write it as fd00::1"),
         ({"addresses": {"a": "127.0.0.1"}}, "other hosts cannot reach"),
-        ({"addresses": {"a": "localhost"}}, "other hosts cannot reach"),
+        ({"addresses": {"a": "localhost"}}, "must be an IP address alone"),
         ({"addresses": {"a": "::"}}, "other hosts cannot reach"),
     ],
 )
@@ -315,7 +326,7 @@ def test_places_that_can_be_are_left_alone():
     for addresses in (
         {},
         {"a": "", "b": ""},
-        {"a": "10.0.0.1", "b": "gpu-b.example"},
+        {"a": "10.0.0.1", "b": ""},
         {"a": "fd00::1", "b": "fd00::2"},
     ):
         assert launch.group_errors(shape(**base, addresses=addresses, groups={"a": "kimi_k3", "b": "kimi_k3"})) == []

@@ -5,10 +5,16 @@ from __future__ import annotations
 
 import os
 import stat
+import sys
+from pathlib import Path
 
 import pytest
 from ansible_collections.baremetal.kimi_k3.plugins.modules import rank_service
 from ansible_collections.baremetal.kimi_k3.plugins.modules.rank_service import File
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
+
+from run_module import run_module
 
 
 def entry(path, content="x", mode="0644"):
@@ -95,3 +101,46 @@ def test_differences_hide_secrets_and_show_modes():
     program = plain._replace(brief=True)
     assert rank_service.difference(program, None)["before"] == ""
     assert rank_service.difference(program, None)["after"].startswith("sha256: ")
+
+
+@pytest.fixture
+def host(tmp_path, monkeypatch):
+    """Arguments of the module, and a systemctl that knows whether it has read the unit as it is."""
+    programs, unit, read = tmp_path / "bin", tmp_path / "kimi-k3.service", tmp_path / "read"
+    programs.mkdir()
+    (programs / "systemctl").write_text(
+        f"""#!/bin/sh
+echo "$*" >> {tmp_path}/calls
+case "$1" in
+  show) cmp -s {unit} {read} && echo no || echo yes;;
+  is-enabled) echo enabled;;
+  daemon-reload) [ ! -e {tmp_path}/broken ] && cp {unit} {read};;
+esac
+"""
+    )
+    (programs / "systemctl").chmod(0o755)
+    monkeypatch.setenv("PATH", str(programs), prepend=os.pathsep)
+    return {"files": [entry(str(unit), "[Service]\nExecStart=/bin/true\n")], "digest_file": str(tmp_path / "digest")}
+
+
+def reloads(tmp_path):
+    return (tmp_path / "calls").read_text().split("\n").count("daemon-reload")
+
+
+def test_a_unit_that_systemd_has_not_read_is_read_by_the_next_run(tmp_path, host):
+    (tmp_path / "broken").touch()
+    assert "'systemctl daemon-reload' failed" in run_module("rank_service", host)["msg"]
+    assert not (tmp_path / "digest").exists()
+    (tmp_path / "broken").unlink()
+    assert run_module("rank_service", host, check_mode=True)["changed"]
+    assert reloads(tmp_path) == 1
+    again = run_module("rank_service", host)
+    assert again["changed"]
+    assert again["written"] == [str(tmp_path / "digest")]
+    assert reloads(tmp_path) == 2
+    assert not run_module("rank_service", host)["changed"]
+    assert reloads(tmp_path) == 2
+    # Changed by hand and back: the files are right, what systemd has in memory is not.
+    (tmp_path / "read").write_text("another")
+    assert run_module("rank_service", host)["changed"]
+    assert reloads(tmp_path) == 3

@@ -112,7 +112,8 @@ class Notifications:
 class Relay:
     """The network between a worker and rank 0: it can be cut, and heal with or without its connections.
 
-    A cut network says nothing: no connection is refused, closed or reset. With spoil set, one byte arrives as another.
+    A cut network says nothing: no connection is refused, closed or reset. With spoil set, one byte arrives as another;
+    with cut_before set, the network is cut for good right before the first data that holds these bytes.
     """
 
     def __init__(self, address: tuple[str, int], target: tuple[str, int]) -> None:
@@ -121,6 +122,7 @@ class Relay:
         self._open = threading.Event()
         self._open.set()
         self.spoil = False
+        self.cut_before: bytes | None = None
         self._dead: list[socket.socket] = []
         self._pairs: list[tuple[socket.socket, socket.socket]] = []
         threading.Thread(target=self._accept, daemon=True).start()
@@ -145,6 +147,9 @@ class Relay:
         try:
             while data := source.recv(65536):
                 self._open.wait()
+                if self.cut_before and self.cut_before in data:
+                    self.cut_before = None
+                    self.cut(for_good=True)
                 if source in self._dead:
                     return
                 if self.spoil:
@@ -202,7 +207,10 @@ class Agent:
         self.supervised = False
         self.cleaned = True
         self._watch: threading.Thread | None = None
+        self.statement_path = self.folder / "checkpoint.json"
+        self.venv = lab.venv
         self.digest_path.write_text("d" * 64 + "\n", encoding="utf-8")
+        self.state_checkpoint("2" * 64)
         self.secret(SECRET)
 
     # Files
@@ -212,6 +220,17 @@ class Agent:
 
     def api_key(self, text: str) -> None:
         self._credential("api-key", text)
+
+    def state_checkpoint(self, identity: str) -> None:
+        """What role checkpoint leaves beside the files."""
+        self.statement_path.write_text(json.dumps({"identity_digest": identity}), encoding="utf-8")
+
+    def own_venv(self, folder: Path) -> None:
+        """Turn this host's own link to an environment; named in its command from the next configure() on."""
+        self.venv = self.folder / "venv"
+        link = self.folder / "venv.new"
+        link.symlink_to(folder)
+        link.rename(self.venv)
 
     def _credential(self, name: str, text: str) -> None:
         path = self.credentials / name
@@ -387,18 +406,23 @@ class Lab:
                 each.bind((f"{self.network}.1", 0))
             return [each.getsockname()[1] for each in sockets]
 
-    def install_engine(self, name: str) -> Path:
-        """An engine in an environment of its own, and the symlink that the command names pointing to it."""
+    def engine_folder(self, name: str, lock: str = "1" * 64, torch: str = "2.13.0") -> Path:
+        """An engine in an environment of its own, with the receipt of the role vllm."""
         folder = self.folder / "venvs" / name
         (folder / "bin").mkdir(parents=True)
         program = folder / "bin" / "vllm"
         # as an installer does: the interpreter by its path
         program.write_text(f"#!{PYTHON} -IS\n{ENGINE.read_text(encoding='utf-8')}", encoding="utf-8")
         program.chmod(0o755)
-        link = self.folder / f"venv.{name}"
-        link.symlink_to(folder)
-        link.rename(self.venv)
+        receipt = {"lock_digest": lock, "versions": {"vllm": "0.32.0", "torch": torch}}
+        (folder / "engine.json").write_text(json.dumps(receipt), encoding="utf-8")
         return folder
+
+    def install_engine(self, name: str) -> None:
+        """Another engine for all, by the symlink that the commands name."""
+        link = self.folder / f"venv.{name}"
+        link.symlink_to(self.engine_folder(name))
+        link.rename(self.venv)
 
     def configuration(self, agent: Agent) -> dict[str, t.Any]:
         return {
@@ -408,7 +432,7 @@ class Lab:
             "world_size": self.size,
             "hosts": self.hosts,
             "agent_port": self.agent_port,
-            "argv": self.argv(agent.rank),
+            "argv": self.argv(agent),
             "identity": {
                 "engine.vllm": "0.32.0",
                 "engine.torch": "2.13.0",
@@ -417,6 +441,8 @@ class Lab:
                 "argument.--max-model-len": "512",
                 "environment.VLLM_USE_V2_MODEL_RUNNER": "0",
             },
+            "engine_receipt": f"{agent.venv}/engine.json",
+            "checkpoint_statement": str(agent.statement_path),
             "api": {"url": f"http://{self.network}.1:{self.api_port}", "model": "kimi-k3"},
             "timeouts": dict(TIMEOUTS),
             "restart_limit": 5,
@@ -424,14 +450,14 @@ class Lab:
             "gpu_wait": False,
         }
 
-    def argv(self, rank: int) -> list[str]:
+    def argv(self, agent: Agent) -> list[str]:
         words = [
-            *(str(self.venv / "bin" / "vllm"), "serve", "/srv/model"),
+            *(str(agent.venv / "bin" / "vllm"), "serve", "/srv/model"),
             *("--served-model-name", "kimi-k3", "--max-model-len", "512"),
-            *("--nnodes", str(self.size), "--node-rank", str(rank)),
+            *("--nnodes", str(self.size), "--node-rank", str(agent.rank)),
             *("--master-addr", f"{self.network}.1", "--master-port", str(self.master_port)),
         ]
-        return words + (["--headless"] if rank else ["--host", f"{self.network}.1", "--port", str(self.api_port)])
+        return words + (["--headless"] if agent.rank else ["--host", f"{self.network}.1", "--port", str(self.api_port)])
 
     def start(self, supervised: bool = False) -> Lab:
         for agent in self.agents:

@@ -224,13 +224,54 @@ def test_ranks_that_differ_stay_down_and_say_how(lab, changes, words):
 
 
 def test_every_difference_is_named(lab):
-    identity = {**lab[1].configuration["identity"], "engine.torch": "2.12.0", "checkpoint": "3" * 64}
-    lab[1].configure(identity=identity)
+    lab[1].own_venv(lab.engine_folder("b", torch="2.12.0"))
+    lab[1].state_checkpoint("3" * 64)
+    lab[1].configure()
     lab.start()
     for agent in lab:
         assert agent.ended() == 78
         for word in ("engine.torch", "2.13.0", "2.12.0", "checkpoint", "2" * 64, "3" * 64):
             assert word in agent.output()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        pytest.param(
+            lambda lab: lab[1].own_venv(lab.engine_folder("b", "9" * 64)), ["engine.lock", "9" * 64], id="engine"
+        ),
+        pytest.param(lambda lab: lab[1].state_checkpoint("3" * 64), ["checkpoint", "3" * 64], id="checkpoint"),
+        pytest.param(lambda lab: lab[1].statement_path.unlink(), ["checkpoint", "cannot be read"], id="no-checkpoint"),
+        pytest.param(
+            lambda lab: (lab[1].venv.resolve() / "engine.json").unlink(),
+            ["engine.lock", "cannot be read"],
+            id="no-receipt",
+        ),
+    ],
+)
+def test_what_changed_on_one_host_since_the_role_was_there_keeps_the_group_down(lab, change, words):
+    """An engine or a checkpoint is exchanged under a running group; the next failure would start unlike ranks."""
+    lab[1].own_venv(lab.engine_folder("own"))
+    lab[1].configure()
+    lab.start(supervised=True).serve(1)
+    change(lab)
+    lab.complete()
+    assert [agent.exits for agent in lab] == [[], []]
+    lab[0].steer("exit", "1")
+    for agent in lab:
+        assert agent.ended() == 78
+        assert agent.exits == [1, 78]
+        assert agent.state == "mismatch"
+        for word in [*words, "rank0", "rank1"]:
+            assert word in agent.status()["text"]
+
+
+def test_what_changed_on_all_hosts_alike_is_started(lab):
+    lab.start(supervised=True).serve(1)
+    for agent in lab:
+        agent.state_checkpoint("3" * 64)
+    lab[0].steer("exit", "1")
+    lab.serve(2)
 
 
 def test_a_wrong_secret_gets_nowhere_and_is_no_trouble(lab):
@@ -256,14 +297,26 @@ def test_an_empty_secret_is_none(lab):
     assert "group-secret" in lab[0].output()
 
 
-def test_a_host_that_takes_the_rank_of_another(lab):
-    """Its name is not the one that rank 0 has for this rank: it is refused also when it comes first."""
-    twin = lab.add(1, "twin", f"{lab.network}.9")
-    twin.configure(hosts=[lab.hosts[0], {"rank": 1, "name": "twin", "address": twin.address}])
+@pytest.mark.parametrize(
+    ("rank", "name"),
+    [
+        pytest.param(1, "twin", id="name"),
+        pytest.param(1, "rank1", id="address"),
+        pytest.param(2, "rank2", id="rank"),
+    ],
+)
+@pytest.mark.parametrize("identity", [None, {"engine.lock": "0" * 64, "argument.--max-model-len": "256"}])
+def test_a_host_that_has_no_place_here_is_no_trouble(lab, rank, name, identity):
+    """A host that was replaced comes back, with the secret and with whatever ran on it then, and comes first."""
+    twin = lab.add(rank, "twin", f"{lab.network}.9")
+    own = {"rank": rank, "name": name, "address": twin.address}
+    hosts = [*lab.hosts[:rank], own]
+    twin.configure(hosts=hosts, world_size=len(hosts), **({"identity": identity} if identity else {}))
     lab[0].start()
     twin.start()
-    wait_for(lambda: "rank1" in twin.status().get("text", ""), "the twin is told whose rank it is")
-    assert "twin" in lab[0].output()
+    wait_for(lambda: "refuses this host" in twin.status().get("text", ""), "the twin is told")
+    assert f"{name} at {twin.address}" in lab[0].output() or "there is no rank 2" in twin.status()["text"]
+    assert lab[0].exits == []
     lab[1].start()
     for agent in lab.agents[:2]:
         agent.reaches("serving", 1)
@@ -560,6 +613,23 @@ def test_a_cut_between_the_agents_heals(lab, for_good):
     for agent in lab:
         down(agent)
     assert "rank 1" in lab[0].status()["last_failure"]["cause"]
+
+
+@pytest.mark.parametrize("word", [b'"type":"start"', b'"type":"started"'])
+def test_a_word_that_is_lost_at_the_start_is_said_again(lab, word):
+    configured(lab, timeouts={"orphan": 30})
+    relay = lab.relay(1)
+    relay.cut_before = word
+    lab.start()
+    wait_for(lambda: relay.cut_before is None, "the word is on its way")
+    if word == b'"type":"started"':
+        lab[1].reaches("suspect")
+    else:
+        wait_for(lambda: "waiting for rank 0" in lab[1].status()["text"], "the worker misses rank 0")
+    relay.heal()
+    lab.serve(1)
+    lab.complete()
+    assert [agent.exits for agent in lab] == [[], []]
 
 
 def test_a_cut_that_stays_ends_the_worker(lab):
@@ -966,7 +1036,7 @@ def test_the_status_file(lab):
     assert (status["group"], status["rank"], status["world_size"]) == ("kimi-k3", 0, 2)
     assert status["pid"] == lab[0].pid
     assert status["configuration"] == "d" * 64
-    assert status["argv"][1:] == lab.argv(0)[1:]
+    assert status["argv"][1:] == lab.argv(lab[0])[1:]
     assert status["last_failure"] is None
     assert status["failures"] == 0
     (peer,) = status["peers"]
@@ -1094,11 +1164,14 @@ def test_a_bad_configuration_is_one_sentence(lab, text, word):
 
 
 def test_a_command_that_is_not_there(lab):
-    lab[0].configure(argv=["/nowhere/vllm", "serve", "x"])
+    program = lab.engine_folder("emptied") / "bin" / "vllm"
+    program.unlink()
+    lab[0].own_venv(program.parents[1])
+    lab[0].configure()
     lab.start()
     for agent in lab:
         down(agent)
-        assert "/nowhere/vllm" in agent.status()["last_failure"]["cause"]
+        assert str(program) in agent.status()["last_failure"]["cause"]
 
 
 def test_check_tells_what_the_agent_would_find(lab):
@@ -1115,3 +1188,5 @@ def test_the_port_is_taken(lab):
         lab[0].start()
         wait_for(lambda: str(lab.agent_port) in lab[0].output(), "it names the port")
         assert lab[0].children() == {}
+        assert "cannot listen" in lab[0].status()["text"]
+    wait_for(lambda: "waiting for rank 1" in lab[0].status()["text"], "it says what it waits for now")
