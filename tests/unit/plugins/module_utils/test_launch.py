@@ -273,7 +273,7 @@ SERVICE = {
             "vllm_venv is '/home/ubuntu/venv', but ProtectHome= of the unit",
         ),
         ({"paths": {"checkpoint_path": "/root"}}, "ProtectHome= of the unit hides /root"),
-        ({"paths": {"checkpoint_path": "/var/tmp"}, "extra": {"ProtectHome": "no"}}, "PrivateTmp= of the unit hides"),
+        ({"paths": {"checkpoint_path": "/var/tmp"}, "extra": {"ProtectHome": "no"}}, "PrivateTmp= of the unit hides"),  # noqa: S108
         ({"api_key": "short"}, "serve_api_key is too short"),
         ({"home": "/home/kimi"}, "right below /var/lib"),
         ({"home": "/var/lib/.."}, "right below /var/lib"),

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -684,6 +685,47 @@ def test_an_engine_that_compiles_is_not_wedged(lab, tmp_path, rank):
     for agent in lab:
         down(agent)
     assert "wedged" in lab[0].status()["last_failure"]["cause"]
+
+
+def test_a_compiler_that_nobody_has_seen_for_long_is_no_excuse(lab, tmp_path):
+    """The worker's host loses power right after it said that kernels are compiled there."""
+    compiler = tmp_path / "ninja"
+    compiler.symlink_to(shutil.which("sleep"))
+    lab[1].environment["FAKE_COMPILER"] = str(compiler)
+    lab.start().serve(1)
+    lab[0].steer("hang")
+    wait_for(lambda: "compiling kernels" in lab[0].status()["text"], "the probe is excused")
+    os.kill(lab[1].pid, signal.SIGSTOP)
+    down(lab[0])
+    assert "wedged" in lab[0].status()["last_failure"]["cause"]
+    os.kill(lab[1].pid, signal.SIGCONT)
+
+
+class Unanswered:
+    """An API that gives no token, and whose first words on its steps are lost."""
+
+    def __init__(self, *steps):
+        self.told = list(steps)
+
+    def steps(self, _timeout):
+        return self.told.pop(0) if len(self.told) > 1 else self.told[0]
+
+    def token(self, _timeout):
+        return rank_agent.Answer(False, "no answer")
+
+
+@pytest.mark.parametrize(
+    ("steps", "verdict"),
+    [((None, 5.0, 6.0), "busy"), ((None, 5.0, 5.0), "wedged"), ((5.0, 6.0), "busy"), ((5.0, None), "wedged")],
+)
+def test_a_busy_engine_is_not_taken_for_wedged_because_a_question_was_lost(steps, verdict):
+    async def judge():
+        events = rank_agent.Events()
+        prober = rank_agent.Prober(Unanswered(*steps), rank_agent.Timeouts(probe=0.1), events)
+        await prober._probe()
+        return (await events.get(1))[0]
+
+    assert asyncio.run(judge()) == verdict
 
 
 def test_a_stopped_worker_engine_is_found(lab):
