@@ -141,7 +141,10 @@ class Config:
         return program.parent.resolve() / program.name if "/" in self.argv[0] else program
 
     def agreed(self, program: Path) -> dict[str, str]:
-        """What must be equal on every rank. What the disk holds counts, not what it held when the role was there."""
+        """What must be equal on every rank. What the disk holds counts, not what it held when the role was there.
+
+        Raises ConfigError when the disk does not say what it holds.
+        """
         own = {"protocol": str(PROTOCOL), "group": self.group, "world_size": str(self.world_size)}
         agreed = {**self.identity, **own}
         if self.engine_receipt:
@@ -153,21 +156,23 @@ class Config:
 
 
 def engine_identity(receipt: Path) -> dict[str, str]:
-    """Versions and lock of an environment, from the receipt that the role vllm leaves in it."""
+    """Versions and lock of an environment, from the receipt that the role vllm leaves in it. Raises ConfigError."""
     try:
         document = json.loads(receipt.read_text(encoding="utf-8"))
         versions = {f"engine.{name}": str(version) for name, version in document["versions"].items()}
         return {**versions, "engine.lock": str(document["lock_digest"])}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return {"engine.lock": f"unknown ({receipt} cannot be read)"}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"no engine is installed here, run the playbook engine ({receipt}: {error})") from error
 
 
 def checkpoint_identity(statement: Path) -> str:
-    """The digest that stands for plan and bytes of a checkpoint, from the statement beside its files."""
+    """What stands for plan and bytes of a checkpoint, from the statement beside its files. Raises ConfigError."""
     try:
         return str(json.loads(statement.read_text(encoding="utf-8"))["identity_digest"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return f"unknown ({statement} cannot be read)"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"the checkpoint here is not proven, run the playbook fetch ({statement}: {error})"
+        ) from error
 
 
 def parse_timeouts(document: dict[str, Any]) -> Timeouts:
@@ -886,9 +891,9 @@ class Agent:
         self.serving = False
         self.started_at = 0.0
         self.tasks: set[asyncio.Task] = set()
-        # One environment for the life of this agent: the one it tells the others of is the one it starts.
+        # The environment that this rank told the others of is the one it starts, wherever its link points by then.
         self.program = config.program
-        self.argv = [str(self.program), *config.argv[1:]]
+        self.told: dict[str, str] = {}
         # Not told yet: the first status is one with words.
         teller.document["generation"] = self.generation
 
@@ -910,6 +915,13 @@ class Agent:
         raise NotImplementedError
 
     # In common
+
+    def identify(self) -> dict[str, str]:
+        """What this rank would start now, or what it runs. Raises ConfigError."""
+        if not self.committed:
+            self.program = self.config.program
+            self.told = self.config.agreed(self.program)
+        return self.told
 
     def links(self) -> list[Link]:
         return [session.link for session in self.peers() if session.link]
@@ -976,12 +988,13 @@ class Agent:
         environment = {name: value for name, value in os.environ.items() if name not in OWN_ENVIRONMENT}
         if self.key:
             environment["VLLM_API_KEY"] = self.key
-        print(f"rank agent: generation {self.generation}: {' '.join(self.argv)}", flush=True)
+        argv = [str(self.program), *self.config.argv[1:]]
+        print(f"rank agent: generation {self.generation}: {' '.join(argv)}", flush=True)
         try:
             # seen from here, since what stands between (setpriv) only knows an exit status for it
-            if not shutil.which(self.argv[0]):
-                raise FileNotFoundError(errno.ENOENT, "there is no such program", self.argv[0])
-            self.child = Child(self.argv, environment, asyncio.get_running_loop(), self.events)
+            if not shutil.which(argv[0]):
+                raise FileNotFoundError(errno.ENOENT, "there is no such program", argv[0])
+            self.child = Child(argv, environment, asyncio.get_running_loop(), self.events)
         except OSError as error:
             raise End(EXIT_ENDED, "restarting", f"{self.config.own}: the engine cannot be started: {error}") from error
         self.teller.tell(
@@ -1113,6 +1126,7 @@ class Head(Agent):
         self.prober: Prober | None = None
         self.suspected: dict[int, float] = {}
         self.refusals: dict[str, float] = {}
+        self.lacking = False  # whether engine or checkpoint of this host are not there
         self.store.failures = recent(self.store.failures, time.time(), self.config.restart_window)
         self.teller.document["failures"] = len(self.store.failures)
 
@@ -1217,7 +1231,17 @@ class Head(Agent):
             here = f"rank {rank} is {known.name} at {known.address} in the configuration of rank 0"
             self._refuse(link, told, f"{here}, and {told.name} at {told.address} in that of the host itself")
             return
-        found = differences(self.config.own, self.config.agreed(self.program), told, theirs)
+        before = self.told
+        try:
+            found = differences(self.config.own, self.identify(), told, theirs)
+        except ConfigError as error:
+            self._refuse(link, told, f"on {self.config.own} {error}")
+            self._show_waiting()
+            return
+        if self.told != before:
+            # Who was compared with something else is to come again.
+            for session in list(self.sessions.values()):
+                self._lose(session, "")
         if found and not self.committed:
             text = f"the ranks differ, none is started: {'; '.join(found)}"
             link.send(type="mismatch", cause=text)
@@ -1330,6 +1354,8 @@ class Head(Agent):
 
     def tick(self) -> None:
         self.check_start_time()
+        if self.lacking:
+            self._show_waiting()
         limit = self.config.timeouts.peer
         for session in list(self.sessions.values()):
             silent = session.silence > limit
@@ -1361,6 +1387,13 @@ class Head(Agent):
         self.teller.tell(state="suspect", text=f"{silent} silent; {text}")
 
     def _show_waiting(self) -> None:
+        try:
+            self.identify()
+            self.lacking = False
+        except ConfigError as error:
+            self.lacking = True
+            self.teller.tell(state="waiting", text=str(error))
+            return
         absent = [host for host in self.config.hosts[1:] if host.rank not in self.sessions]
         if absent:
             text = "waiting for " + ", ".join(f"{host} at {host.address}" for host in absent)
@@ -1428,6 +1461,7 @@ class Worker(Agent):
         while True:
             writer = None
             try:
+                identity = self.identify()
                 reader, writer = await asyncio.wait_for(
                     asyncio.open_connection(head.address, self.config.agent_port, limit=LINE_LIMIT), HANDSHAKE_TIMEOUT
                 )
@@ -1440,9 +1474,11 @@ class Worker(Agent):
                     address=self.config.own.address,
                     instance=self.instance,
                     generation=self.generation,
-                    identity=self.config.agreed(self.program),
+                    identity=identity,
                 )
                 answer = await asyncio.wait_for(link.receive(), HANDSHAKE_TIMEOUT)
+            except ConfigError as error:
+                self.events.put("note", None, str(error))
             except (LinkError, OSError, EOFError, ValueError, asyncio.TimeoutError) as error:
                 if writer:
                     writer.close()
@@ -1504,6 +1540,7 @@ class Worker(Agent):
             if self.child and message["generation"] != self.generation:
                 raise End(EXIT_ENDED, "restarting", f"{self.config.head} started another generation")
             if not self.child:
+                self._still_the_same()
                 self.generation = int(message["generation"])
                 self.store.generation = self.generation
                 with contextlib.suppress(OSError):
@@ -1519,6 +1556,15 @@ class Worker(Agent):
             if end.status == EXIT_REFUSED:
                 raise end
             self._lose(cause)
+
+    def _still_the_same(self) -> None:
+        """Raises End when this rank would not start what it greeted rank 0 with."""
+        told = self.told
+        with contextlib.suppress(ConfigError):
+            if self.identify() == told:
+                return
+        text = f"{self.config.own}: its engine or checkpoint was exchanged while the others were waited for"
+        raise End(EXIT_ENDED, "restarting", text)
 
     def patience(self) -> float:
         session, limit = self.session, self.config.timeouts.peer

@@ -418,10 +418,10 @@ class Lab:
         (folder / "engine.json").write_text(json.dumps(receipt), encoding="utf-8")
         return folder
 
-    def install_engine(self, name: str) -> None:
+    def install_engine(self, name: str, lock: str = "1" * 64) -> None:
         """Another engine for all, by the symlink that the commands name."""
         link = self.folder / f"venv.{name}"
-        link.symlink_to(self.engine_folder(name))
+        link.symlink_to(self.engine_folder(name, lock))
         link.rename(self.venv)
 
     def configuration(self, agent: Agent) -> dict[str, t.Any]:

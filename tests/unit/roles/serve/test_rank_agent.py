@@ -242,12 +242,6 @@ def test_every_difference_is_named(lab):
             lambda lab: lab[1].own_venv(lab.engine_folder("b", "9" * 64)), ["engine.lock", "9" * 64], id="engine"
         ),
         pytest.param(lambda lab: lab[1].state_checkpoint("3" * 64), ["checkpoint", "3" * 64], id="checkpoint"),
-        pytest.param(lambda lab: lab[1].statement_path.unlink(), ["checkpoint", "cannot be read"], id="no-checkpoint"),
-        pytest.param(
-            lambda lab: (lab[1].venv.resolve() / "engine.json").unlink(),
-            ["engine.lock", "cannot be read"],
-            id="no-receipt",
-        ),
     ],
 )
 def test_what_changed_on_one_host_since_the_role_was_there_keeps_the_group_down(lab, change, words):
@@ -265,6 +259,66 @@ def test_what_changed_on_one_host_since_the_role_was_there_keeps_the_group_down(
         assert agent.state == "mismatch"
         for word in [*words, "rank0", "rank1"]:
             assert word in agent.status()["text"]
+
+
+@pytest.mark.parametrize("ranks", [[0], [1], [0, 1]])
+@pytest.mark.parametrize("playbook", ["engine", "fetch"])
+def test_what_is_not_proven_any_more_is_waited_for(lab, ranks, playbook):
+    """A file was found wrong, and is fetched anew: the statement is gone until then, and so is the group."""
+    for agent in lab:
+        agent.own_venv(lab.engine_folder(agent.name))
+        agent.configure()
+    paths = [lab[rank].statement_path if playbook == "fetch" else lab[rank].venv / "engine.json" for rank in ranks]
+    lab.start(supervised=True).serve(1)
+    for path in paths:
+        path.rename(path.with_suffix(".aside"))
+    lab.complete()
+    lab[0].steer("exit", "1")
+    for rank in ranks:
+        wait_for(lambda r=rank: f"run the playbook {playbook}" in lab[r].status().get("text", ""), "it says what to do")
+        assert lab[rank].state == "waiting"
+    assert lab[0].status()["generation"] == lab[1].status()["generation"] == 1
+    for path in paths:
+        path.with_suffix(".aside").rename(path)
+    lab.serve(2)
+    assert [agent.exits for agent in lab] == [[1], [1]]
+
+
+def test_a_group_of_one_waits_for_its_checkpoint(labs):
+    lab = labs(1)
+    path = lab[0].statement_path
+    path.rename(path.with_suffix(".aside"))
+    lab.start()
+    wait_for(lambda: "run the playbook fetch" in lab[0].status().get("text", ""), "it says what to do")
+    assert lab[0].children() == {}
+    path.with_suffix(".aside").rename(path)
+    lab.serve(1)
+
+
+def test_an_engine_that_is_exchanged_while_ranks_wait_is_not_started_by_halves(labs):
+    lab = labs(3)
+    lab[0].start(supervised=True)
+    lab[1].start(supervised=True)
+    wait_for(lambda: "rank 0 is there" in lab[1].status().get("text", ""), "rank1 is known")
+    lab.install_engine("b")
+    lab[2].start(supervised=True)
+    lab.serve()
+    program = str(lab.folder / "venvs" / "b" / "bin" / "vllm")
+    for agent in lab:
+        assert all(program in command for command in agent.children().values())
+
+
+def test_a_cut_heals_though_an_engine_was_exchanged_meanwhile(lab):
+    configured(lab, timeouts={"orphan": 30})
+    relay = lab.relay(1)
+    lab.start().serve(1)
+    lab[0].state_checkpoint("3" * 64)
+    lab.install_engine("b", "9" * 64)
+    relay.cut(for_good=True)
+    lab.reaches("suspect")
+    relay.heal()
+    lab.serve(1)
+    assert [agent.exits for agent in lab] == [[], []]
 
 
 def test_what_changed_on_all_hosts_alike_is_started(lab):
