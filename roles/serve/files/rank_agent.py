@@ -1354,7 +1354,7 @@ class Head(Agent):
 
     def tick(self) -> None:
         self.check_start_time()
-        if self.lacking:
+        if self.lacking and not self.committed:
             self._show_waiting()
         limit = self.config.timeouts.peer
         for session in list(self.sessions.values()):
@@ -1388,7 +1388,7 @@ class Head(Agent):
 
     def _show_waiting(self) -> None:
         try:
-            self.identify()
+            self.config.agreed(self.config.program)
             self.lacking = False
         except ConfigError as error:
             self.lacking = True
@@ -1399,6 +1399,7 @@ class Head(Agent):
             text = "waiting for " + ", ".join(f"{host} at {host.address}" for host in absent)
             self.teller.tell(state="waiting", text=text)
         elif self.config.world_size == 1 and not self.committed:
+            self.identify()
             self._start()
 
     def _show_peers(self) -> None:
