@@ -14,6 +14,7 @@ import json
 import os
 import re
 import socket
+import struct
 import time
 from collections.abc import Callable, Iterator
 from datetime import datetime, timezone
@@ -24,6 +25,7 @@ DIR_MODE = 0o755
 MEMORY_FILESYSTEMS = frozenset({"tmpfs", "ramfs", "rootfs", "devtmpfs"})
 _OCTAL = re.compile(r"\\([0-7]{3})")
 _POLL_SECONDS = 0.5
+_FLOCK = struct.Struct("@hhqqi")
 
 
 class StorageError(Exception):
@@ -79,9 +81,21 @@ def make_dirs(path: str) -> None:
         missing.append(path)
         path = os.path.dirname(path)
     for directory in reversed(missing):
-        with contextlib.suppress(FileExistsError):
+        try:
             os.mkdir(directory)
-        os.chmod(directory, DIR_MODE)
+        except FileExistsError:
+            # Somebody else has made it meanwhile; or it is something else, whose mode is not ours to change.
+            check_directories(directory)
+        else:
+            os.chmod(directory, DIR_MODE)
+
+
+def check_directories(path: str) -> None:
+    """An error when something that is no directory is in the way of one."""
+    while not os.path.lexists(path):
+        path = os.path.dirname(path)
+    if not os.path.isdir(path):
+        raise StorageError(f"{path} is no directory, but has to be one: move it away, or set dest to another path.")
 
 
 def sync_dir(path: str) -> None:
@@ -233,6 +247,19 @@ class Lock:
                     f"Waited {timeout:.0f} s; wait for that run, end it, or raise lock_timeout."
                 )
             time.sleep(min(_POLL_SECONDS, left))
+
+    def held(self) -> bool:
+        """Whether some process has it, found out without touching anything. Nobody has a lock that was never made."""
+        try:
+            descriptor = os.open(self._path, os.O_RDONLY)
+        except FileNotFoundError:
+            return False
+        try:
+            asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+            kind, *_rest = _FLOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_GETLK, asked))
+        finally:
+            os.close(descriptor)
+        return kind != fcntl.F_UNLCK
 
     def _try(self, descriptor: int) -> bool:
         try:

@@ -89,6 +89,28 @@ def test_directories_are_open_to_readers(tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o755
 
 
+def test_a_file_in_the_way_is_named_and_left_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "file").touch(0o600)
+    for path in (tmp_path / "file", tmp_path / "file" / "a" / "b"):
+        for check in (storage.make_dirs, storage.check_directories):
+            with pytest.raises(storage.StorageError, match=rf"^{tmp_path}/file is no directory, but has to be one: "):
+                check(str(path))
+    assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == 0o600
+
+
+def test_a_directory_that_somebody_else_makes_meanwhile_keeps_its_mode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def late(path: str) -> None:
+        real(path, 0o700)
+        raise FileExistsError
+
+    real = os.mkdir
+    monkeypatch.setattr(storage.os, "mkdir", late)
+    storage.make_dirs(str(tmp_path / "a"))
+    assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o700
+
+
 def test_a_write_that_fails_leaves_the_old_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "file"
     storage.write_atomic(str(path), b"old")
@@ -125,10 +147,15 @@ def test_the_lock_says_whose_it_is_and_ends_with_its_holder(tmp_path: Path) -> N
             lock.acquire(0, waited.append)
         assert "another run on rank7 (process 4711, since 2026-11-30T00:00:00Z), fetching, 1 of 2" in str(caught.value)
         assert waited
+        assert lock.held()
         holder.kill()
     with storage.locked(lock, 5):
         assert f'"pid": {os.getpid()}' in path.read_text()
     assert path.read_text() == ""
+    assert not lock.held()
+    path.unlink()
+    assert not lock.held()
+    assert not path.exists(), "to look is not to touch"
 
 
 def test_a_file_system_without_locks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
