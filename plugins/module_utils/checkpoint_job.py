@@ -42,17 +42,20 @@ from ansible_collections.baremetal.kimi_k3.plugins.module_utils.receipts import 
     Receipts,
     StoppedError,
     hash_files,
+    reading_threads,
 )
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils.safetensors_header import StructureError, check_file
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils.storage import (
     Lock,
     StorageError,
+    check_directories,
     check_filesystem,
     host_id,
     human,
     locked,
     make_dirs,
     read_json,
+    sync_dir,
     utc_now,
     why_no_room,
     write_atomic,
@@ -62,6 +65,7 @@ from ansible_collections.baremetal.kimi_k3.plugins.module_utils.storage import (
 SCHEMA = 1
 _CONFIG_NAME = "config.json"
 _SAFETENSORS = ".safetensors"
+_ROLLING_THREADS = 4
 
 # What a run may fail with, each with a text that says what to do.
 ERRORS = (
@@ -121,6 +125,10 @@ class Plan:
     @property
     def size(self) -> int:
         return sum(entry.size for entry in self.entries)
+
+    @property
+    def paths(self) -> set[str]:
+        return {entry.path for entry in self.entries}
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -310,6 +318,7 @@ class Checkpoint:
 
     def prepare(self) -> None:
         """Make sure that this is a place for a checkpoint."""
+        check_directories(self._private)
         check_filesystem(self._dest, self._request.allow_tmpfs)
         if not self._request.check:
             make_dirs(self._private)
@@ -369,9 +378,11 @@ class Checkpoint:
             names.setdefault(file, []).append(name)
 
         wanted, wrong = self._survey(plan)
+        if wrong or (wanted and (previous is None or {entry.path for entry in wanted} & previous.paths)):
+            self._withdraw()
         linked = self._link_equal(wanted, wrong)
         wanted = [entry for entry in wanted if entry not in linked]
-        if wanted and isinstance(request.hub, Nowhere):
+        if wanted and self._only_looks:
             self._refuse_to_fetch(plan, wanted)
         sizes: dict[str, int] = {}
         for entry in plan.entries:
@@ -606,7 +617,7 @@ class Checkpoint:
         return chosen
 
     def _hash(self, entries: list[Entry], seconds: float) -> list[tuple[Entry, str]]:
-        """Hash files that are here, and begin none after so many seconds; those that are wrong, and their digests."""
+        """Hash files that are here, for so many seconds if not 0; those that are wrong, and their digests."""
         wrong: list[tuple[Entry, str]] = []
         if not entries:
             return wrong
@@ -624,12 +635,16 @@ class Checkpoint:
                 wrong.append((entry, digest.found))
                 if not self._request.check:
                     self._receipts.drop(entry.path)
+                # Now, and not only when all the others are hashed, which may take long.
+                self._withdraw()
 
         def hash_here(files: list[Entry], claim: Callable[[Entry], bool] = lambda _entry: True) -> list[Entry]:
             return hash_files(
                 [(self._final(entry), entry) for entry in files],
                 done=done,
                 stopped=self._request.stop.is_set,
+                # Few at once, so that those begun are likely to be done in time.
+                threads=min(_ROLLING_THREADS, reading_threads(len(files))) if seconds else None,
                 enough=lambda: seconds > 0 and time.monotonic() >= deadline,
                 advance=self._progress.count,
                 claim=claim,
@@ -737,6 +752,18 @@ class Checkpoint:
             self._record(plan.index, os.stat(path), digest, "plan")
         return differs
 
+    def _withdraw(self) -> None:
+        """Say no longer that the directory is proven, until it is: whoever asks finds no statement.
+
+        A running engine has its files open and does not ask.
+        """
+        if self._request.check:
+            return
+        self._guard()
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._summary_path)
+            sync_dir(self._dest)
+
     def _conclude(self, plan: Plan, summary_changed: bool) -> None:
         path = self._own("plan.json")
         if read_json(path) != plan.as_dict():
@@ -757,24 +784,55 @@ class Checkpoint:
     def _link_equal(self, wanted: list[Entry], wrong: set[str]) -> list[Entry]:
         """Take over what another revision holds already."""
 
+        full = self._request.verify == "full"
+
         def linked(entry: Entry, stats: os.stat_result, receipt: dict[str, Any], revision: str) -> None:
+            receipt = {**receipt, "hashed": utc_now()} if full else receipt
             self._receipts.adopt(entry.path, stats, receipt, f"revision {revision}")
             fetch.forget_part(self._work_directory, entry)
             self._offer(entry, self._final(entry))
 
-        if not wanted:
+        if not wanted or self._only_looks:
             return []
-        return revisions.link_equal(
+        taken = revisions.link_equal(
             self._dest,
             self._request.repository,
             [entry for entry in wanted if entry.path not in wrong],
             temporary=self._temporary("link.tmp"),
             dry=self._request.check,
             linked=linked,
+            right=self._right_elsewhere if full else None,
         )
+        if full:
+            self._hashed.update(entry.path for entry in taken)
+        return taken
+
+    def _right_elsewhere(self, files: list[tuple[str, Entry]]) -> set[str]:
+        """Which files of another revision hold what they should, by hashing them."""
+        right: set[str] = set()
+
+        def done(entry: Entry, digest: Digest, _stats: os.stat_result) -> None:
+            self._progress.close(entry)
+            path = paths[entry.path]
+            if digest.right:
+                right.add(path)
+            else:
+                self._warnings.append(f"{path} has the digest {digest.found}, and not that of its receipt: not taken.")
+
+        paths = {entry.path: path for path, entry in files}
+        self._progress.begin("hashing", len(files), sum(entry.size for _path, entry in files))
+        hash_files(files, done=done, stopped=self._request.stop.is_set, advance=self._progress.count)
+        return right
+
+    @property
+    def _only_looks(self) -> bool:
+        """With nobody to ask, files are left as they are: those of this revision, and those beside it."""
+        return isinstance(self._request.hub, Nowhere)
 
     def _surplus(self) -> list[revisions.Revision]:
         request = self._request
+        if self._only_looks:
+            return []
         return revisions.surplus(self._dest, request.repository, request.keep_revisions, request.protect)
 
     def _remove_surplus(self) -> list[str]:
@@ -782,13 +840,14 @@ class Checkpoint:
         old = self._surplus()
         if self._request.check:
             return [revision.path for revision in old]
-        if self._request.keep_revisions:
+        if self._request.keep_revisions and not self._only_looks:
             revisions.forget_removed(self._dest)
         removed = []
         for revision in old:
             beside = revisions.others(self._dest, self._request.repository)
             kept = [(other.path, other.receipts) for other in beside if other.path != revision.path]
-            if revisions.remove(revision, [(self._dest, self._receipts), *kept]):
+            readable = [(path, receipts) for path, receipts in kept if receipts is not None]
+            if revisions.remove(revision, [(self._dest, self._receipts), *readable]):
                 removed.append(revision.path)
         return removed
 
@@ -816,7 +875,8 @@ class Checkpoint:
 
     def _book(self) -> Receipts:
         temporary = self._temporary("receipts.tmp")
-        return Receipts(self._own("receipts.json"), temporary=temporary, guard=self._guard)
+        path, revision = self._own("receipts.json"), self._request.revision
+        return Receipts(path, revision, temporary=temporary, guard=self._guard)
 
     def _write(self, path: str, value: Any) -> None:
         self._guard()

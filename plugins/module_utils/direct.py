@@ -21,6 +21,9 @@ from typing import Any
 #: What O_DIRECT wants memory, offset and length to be multiples of, on every disk we know.
 ALIGN = 4096
 BUFFER = 2 << 20
+# For all buffers that are in use at once, however many cores or connections there are.
+_ALL_BUFFERS = 64 << 20
+_LEAST_BUFFER = 128 << 10
 
 # Answers of file systems and devices that cannot do it, or not with this alignment.
 _REFUSALS = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
@@ -30,6 +33,11 @@ _DROP_AFTER = 32 << 20
 def whole_blocks(count: int) -> int:
     """The part of a length or offset that is whole blocks."""
     return count - count % ALIGN
+
+
+def buffer_size(count: int) -> int:
+    """How large each of so many buffers may be."""
+    return max(_LEAST_BUFFER, min(BUFFER, whole_blocks(_ALL_BUFFERS // max(1, count))))
 
 
 class Buffers:

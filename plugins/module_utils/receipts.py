@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from ansible_collections.baremetal.kimi_k3.plugins.module_utils.direct import Buffers, DirectFile
+from ansible_collections.baremetal.kimi_k3.plugins.module_utils.direct import Buffers, DirectFile, buffer_size
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils.listing import Digest, Entry
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils.storage import read_json, utc_now, write_json
 
@@ -36,6 +36,10 @@ def _ignore(_count: int) -> None:
     pass
 
 
+def _never() -> bool:
+    return False
+
+
 def proof_of(stats: os.stat_result) -> dict[str, int]:
     return {
         "size": stats.st_size,
@@ -47,10 +51,16 @@ def proof_of(stats: os.stat_result) -> dict[str, int]:
 
 
 class Receipts:
-    """The receipts of one destination; every change is on disk before the call returns."""
+    """The receipts of one destination for one revision; every change is on disk before the call returns.
 
-    def __init__(self, path: str, *, temporary: str | None = None, guard: Callable[[], None] = lambda: None) -> None:
+    What was proven for another revision is hashed again for this one.
+    """
+
+    def __init__(
+        self, path: str, revision: str, *, temporary: str | None = None, guard: Callable[[], None] = lambda: None
+    ) -> None:
         self._path = path
+        self._revision = revision
         self._temporary = temporary
         self._guard = guard
         self._lock = threading.Lock()
@@ -65,7 +75,7 @@ class Receipts:
     def matches(self, name: str, path: str, entry: Entry) -> dict[str, Any] | None:
         """The receipt, if it is about this content and the file is as it was."""
         receipt = self.get(name)
-        if receipt is None or receipt.get("size") != entry.size:
+        if receipt is None or receipt.get("revision") != self._revision or receipt.get("size") != entry.size:
             return None
         right = receipt.get("sha256") == entry.sha256 if entry.sha256 else receipt.get("blob") == entry.blob
         if not right:
@@ -79,6 +89,7 @@ class Receipts:
     def put(self, name: str, stats: os.stat_result, digest: Digest, source: str) -> None:
         receipt = {
             **proof_of(stats),
+            "revision": self._revision,
             "sha256": digest.sha256,
             "blob": digest.blob,
             "hashed": utc_now(),
@@ -102,9 +113,9 @@ class Receipts:
         return receipt is not None and all(receipt.get(field) == proof[field] for field in FIELDS)
 
     def adopt(self, name: str, stats: os.stat_result, receipt: Mapping[str, Any], source: str) -> None:
-        """The receipt of a file that is another one's second name."""
+        """The receipt of a file that is another one's second name, with the time at which that one was hashed."""
         with self._lock:
-            self._files[name] = {**receipt, **proof_of(stats), "source": source}
+            self._files[name] = {**receipt, **proof_of(stats), "revision": self._revision, "source": source}
             self._write()
 
     def refresh(self, changed: Mapping[str, os.stat_result]) -> None:
@@ -133,8 +144,12 @@ def hash_file(
     buffers: Buffers | None = None,
     stopped: Callable[[], bool] = lambda: False,
     advance: Callable[[int], None] = _ignore,
-) -> tuple[Digest, os.stat_result]:
-    """Digest of a file that holds still meanwhile, as the disk has it, and the file's state at that time."""
+    enough: Callable[[], bool] = lambda: False,
+) -> tuple[Digest, os.stat_result] | None:
+    """Digest of a file that holds still meanwhile, as the disk has it, and the file's state at that time.
+
+    Nothing when C(enough) said in the middle that this is no time for it.
+    """
     digest = Digest(entry)
     buffers = buffers or Buffers()
     file = DirectFile(path, os.O_RDONLY)
@@ -145,6 +160,8 @@ def hash_file(
         while offset < before.st_size:
             if stopped():
                 raise StoppedError
+            if enough():
+                return None
             count = file.read(buffer, offset)
             if not count:
                 break
@@ -180,35 +197,43 @@ def hash_files(
 ) -> list[Entry]:
     """Hash files in parallel (hashing leaves the interpreter free); each result is handed over as it comes.
 
-    C(enough) is asked before each file but the first. Files that C(claim) says are somebody else's are returned.
+    When C(enough) says so, no other file is begun, and those in work are given up without a verdict, all but the first
+    one: so there is always something done, and in the order of the jobs nothing is put off for ever. Files that
+    C(claim) says are somebody else's are returned.
     """
-    buffers = Buffers()
+    ordered = list(jobs)
+    threads = threads or reading_threads(len(ordered))
+    buffers = Buffers(buffer_size(threads))
     failed = threading.Event()
-    begun = threading.Event()
     others: list[Entry] = []
 
-    def one(job: tuple[str, Entry]) -> None:
-        path, entry = job
-        if begun.is_set() and enough():
+    def one(number: int) -> None:
+        path, entry = ordered[number]
+        over = enough if number else _never
+        if over():
             return
-        begun.set()
         if failed.is_set() or stopped():
             raise StoppedError
         if not claim(entry):
             others.append(entry)
             return
         try:
-            digest, stats = hash_file(
-                path, entry, buffers=buffers, stopped=lambda: failed.is_set() or stopped(), advance=advance
+            hashed = hash_file(
+                path,
+                entry,
+                buffers=buffers,
+                stopped=lambda: failed.is_set() or stopped(),
+                advance=advance,
+                enough=over,
             )
-            done(entry, digest, stats)
+            if hashed is not None:
+                done(entry, *hashed)
         except BaseException:
             failed.set()
             raise
 
-    ordered = list(jobs)
-    with ThreadPoolExecutor(max_workers=threads or reading_threads(len(ordered))) as pool:
-        futures = [pool.submit(one, job) for job in ordered]
+    with ThreadPoolExecutor(max_workers=threads) as pool:
+        futures = [pool.submit(one, number) for number in range(len(ordered))]
     errors = [error for future in futures if (error := future.exception())]
     real = [error for error in errors if not isinstance(error, StoppedError)]
     if real or errors:

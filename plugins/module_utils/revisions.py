@@ -13,7 +13,7 @@ import contextlib
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,6 @@ from ansible_collections.baremetal.kimi_k3.plugins.module_utils.receipts import 
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils.storage import (
     Lock,
     StorageError,
-    locked,
     read_json,
     sync_dir,
 )
@@ -45,17 +44,30 @@ class Revision:
         return os.path.join(self.path, PRIVATE_DIR)
 
     @property
-    def receipts(self) -> Receipts:
-        return Receipts(os.path.join(self.private, "receipts.json"))
+    def receipts(self) -> Receipts | None:
+        """Nothing where they cannot be read, which is no fault of the revision that asks."""
+        try:
+            return Receipts(os.path.join(self.private, "receipts.json"), os.path.basename(self.path))
+        except OSError:
+            return None
 
     @contextlib.contextmanager
-    def locked(self) -> Iterator[bool]:
-        """Whether nobody else is at work in it, which then stays so."""
+    def locked(self, *, look: bool = False) -> Iterator[bool]:
+        """Whether nobody else is at work in it, which then stays so. Who only looks touches nothing."""
+        lock = Lock(os.path.join(self.private, "lock"))
         try:
-            with locked(Lock(os.path.join(self.private, "lock")), 0):
-                yield not lease.held(self.private)
-        except (StorageError, FileNotFoundError):
-            yield False
+            if look:
+                free = not lock.held()
+            else:
+                lock.acquire(0)
+                free = True
+        except (StorageError, OSError):
+            # In use, or not for us to write to: its files are left alone, and this run needs nothing of it.
+            free = False
+        try:
+            yield free and not lease.held(self.private)
+        finally:
+            lock.release()
 
 
 def others(dest: str, repository: str) -> list[Revision]:
@@ -73,9 +85,11 @@ def others(dest: str, repository: str) -> list[Revision]:
         if name == own or not _REVISION.fullmatch(name) or os.path.islink(path):
             continue
         summary = os.path.join(path, SUMMARY_NAME)
-        stored = read_json(summary)
-        if isinstance(stored, dict) and stored.get("repository") == repository and stored.get("revision") == name:
-            found.append(Revision(path, os.stat(summary).st_mtime))
+        # One that cannot be read is none of ours.
+        with contextlib.suppress(OSError):
+            stored = read_json(summary)
+            if isinstance(stored, dict) and stored.get("repository") == repository and stored.get("revision") == name:
+                found.append(Revision(path, os.stat(summary).st_mtime))
     return sorted(found, key=lambda revision: -revision.age)
 
 
@@ -127,32 +141,57 @@ def link_equal(
     temporary: str,
     dry: bool,
     linked: Callable[[Entry, os.stat_result, dict[str, Any], str], None],
+    right: Callable[[list[tuple[str, Entry]]], set[str]] | None = None,
 ) -> list[Entry]:
-    """Take files that another revision holds proven, as hard links; those that were, or would be, taken."""
+    """Take files that another revision holds proven, as hard links; those that were, or would be, taken.
+
+    Its receipts are the proof, unless C(right) is given: it hashes files and says which paths hold what they should.
+    """
     left = {(entry.sha256, entry.size): entry for entry in wanted if entry.sha256}
     taken: list[Entry] = []
     for revision in others(dest, repository):
         if not left:
             break
-        with revision.locked() as free:
+        with revision.locked(look=dry) as free:
             if not free:
                 continue
             receipts = revision.receipts
-            for name, receipt in receipts.items():
-                entry = left.get((receipt.get("sha256"), receipt.get("size")))
-                path = os.path.join(revision.path, name)
-                if entry is None or os.path.islink(path):
-                    continue
-                if not receipts.matches(name, path, Entry(name, entry.size, entry.sha256)):
+            if receipts is None:
+                continue
+            found = _proven(revision, receipts, left)
+            good = right([(path, entry) for _name, path, entry, _receipt in found]) if right and found else None
+            for name, path, entry, receipt in found:
+                if good is not None and path not in good:
+                    # The next run there is to find it, too.
+                    with contextlib.suppress(OSError):
+                        if not dry:
+                            receipts.drop(name)
                     continue
                 if not dry:
                     stats = _link(path, os.path.join(dest, entry.path), temporary)
                     if stats is None:
                         continue
-                    receipts.refresh({name: stats})
+                    # Without it the file is hashed again there, and nothing else is lost.
+                    with contextlib.suppress(OSError):
+                        receipts.refresh({name: stats})
                     linked(entry, stats, receipt, os.path.basename(revision.path))
                 taken.append(left.pop((entry.sha256, entry.size)))
     return taken
+
+
+def _proven(
+    revision: Revision, receipts: Receipts, wanted: Mapping[tuple[str | None, int], Entry]
+) -> list[tuple[str, str, Entry, dict[str, Any]]]:
+    """The wanted files that a revision holds: name there, path, what it is wanted as, receipt."""
+    found: dict[tuple[str | None, int], tuple[str, str, Entry, dict[str, Any]]] = {}
+    for name, receipt in receipts.items():
+        key = (receipt.get("sha256"), receipt.get("size"))
+        entry, path = wanted.get(key), os.path.join(revision.path, name)
+        if entry is None or key in found or os.path.islink(path):
+            continue
+        if receipts.matches(name, path, Entry(name, entry.size, entry.sha256)):
+            found[key] = (name, path, entry, receipt)
+    return list(found.values())
 
 
 def _link(path: str, final: str, temporary: str) -> os.stat_result | None:
@@ -177,16 +216,22 @@ def remove(revision: Revision, kept: Iterable[tuple[str, Receipts]]) -> bool:
     with revision.locked() as free:
         if not free:
             return False
-        shared = _shared_inodes(revision.path)
-        os.replace(revision.path, grave)
+        try:
+            shared = _shared_inodes(revision.path)
+            os.replace(revision.path, grave)
+        except OSError:
+            return False
     valid = []
     for path, receipts in kept:
         names = [name for name, receipt in receipts.items() if receipt.get("ino") in shared]
         valid.append((path, receipts, [name for name in names if receipts.intact(name, os.path.join(path, name))]))
-    shutil.rmtree(grave)
+    # What cannot be removed now is removed by a later run.
+    shutil.rmtree(grave, ignore_errors=True)
     sync_dir(parent)
     for path, receipts, names in valid:
-        receipts.refresh({name: os.stat(os.path.join(path, name)) for name in names})
+        # Without it the files are hashed again there, and nothing else is lost.
+        with contextlib.suppress(OSError):
+            receipts.refresh({name: os.stat(os.path.join(path, name)) for name in names})
     return True
 
 

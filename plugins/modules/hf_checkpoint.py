@@ -71,6 +71,11 @@ options:
       - With V(hub), what is missing is fetched.
       - With V(present), nobody is asked for anything. The files are proven as they are, and the module fails when one
         of them is absent or wrong. For hosts without any way out, and for looking only.
+      - No file is then fetched, linked to another revision, or removed, whatever O(keep_revisions) says. Written are
+        only the notes in C(.kimi-k3), C(checkpoint.json) and, with O(scope=stage), the index.
+      - When a file is found to be absent or wrong, C(checkpoint.json) is removed, also with V(present), so that nothing
+        goes on saying that the directory is proven. A run that finds or makes everything right writes it again. An
+        engine that runs does not need it.
     type: str
     choices: [hub, present]
     default: hub
@@ -158,16 +163,19 @@ options:
   verify:
     description:
       - How to prove files that were proven before. With O(shared), hosts that run at the same time hash a part each.
-      - With V(receipt), by their receipts; a file is hashed again when anything about it has changed.
+      - With V(receipt), by their receipts; a file is hashed again when anything about it has changed, and when its
+        receipt is about another revision that was in O(dest).
       - With V(rolling), by their receipts, and of those by hashing the ones that were hashed longest ago, until
         O(verify_seconds) or O(verify_bytes) are used up. In this way every byte is read again over a number of runs.
-      - With V(full), by hashing all of them, on all cores. The bytes are read from the disk, not from memory, where the
-        file system can do that.
+      - With V(full), by hashing all of them, on all cores, also those that are taken over from another revision. The
+        bytes are read from the disk, not from memory, where the file system can do that.
     type: str
     choices: [receipt, rolling, full]
     default: receipt
   verify_seconds:
-    description: Seconds after which O(verify=rolling) begins no other file. V(0) means no limit.
+    description:
+      - Seconds after which O(verify=rolling) reads no further. Files that it is in the middle of are then left to the
+        next run, all but the one whose turn was first. V(0) means no limit.
     type: int
     default: 60
   verify_bytes:

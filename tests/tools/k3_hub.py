@@ -55,7 +55,7 @@ class K3Hub(lab_hub.Hub):
 def pretend(hub: K3Hub, dest: Path, shards: Iterable[int] = range(1, k3_index.SHARDS + 1)) -> None:
     """Put shards into DEST, and receipts as if they had been hashed."""
     (dest / ".kimi-k3").mkdir(parents=True, exist_ok=True)
-    receipts = Receipts(str(dest / ".kimi-k3" / "receipts.json"))
+    receipts = Receipts(str(dest / ".kimi-k3" / "receipts.json"), k3_index.REVISION)
     for number in shards:
         path = dest / k3_index.shard_name(number)
         if not path.exists():

@@ -271,6 +271,47 @@ def test_a_bad_file_keeps_its_place_until_the_right_one_is_there(world: Any) -> 
     assert not world.own("bad").exists()
 
 
+@pytest.mark.parametrize("change", [spoil, Path.unlink, lambda path: os.truncate(path, 10)])
+def test_what_is_not_proven_any_more_is_not_said_to_be(world: Any, change: Any) -> None:
+    world.run()
+    before = world.summary()
+    change(world.dest / SHARDS[2])
+    world.hub.fault("missing", path=SHARDS[2], times=None)
+    world.run(check=True)
+    assert world.summary() == before
+    with pytest.raises(FetchError, match=SHARDS[2]):
+        world.run()
+    assert not (world.dest / "checkpoint.json").exists()
+    world.hub.clear_faults()
+    assert world.run().fetch == [SHARDS[2]]
+    assert {**world.summary(), "proven": ""} == {**before, "proven": "", "verify": "receipt"}
+    assert not world.run().changed
+
+
+def test_what_is_found_wrong_is_told_before_all_is_hashed(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.run()
+    spoil(world.dest / SHARDS[2])
+    real = module.hash_files
+
+    def ended(jobs: list[Any], **options: Any) -> None:
+        real([job for job in jobs if job[0].endswith(SHARDS[2])], **options)
+        raise receipts.StoppedError
+
+    monkeypatch.setattr(module, "hash_files", ended)
+    with pytest.raises(FetchError, match="Stopped from outside"):
+        world.run(verify="full")
+    assert not (world.dest / "checkpoint.json").exists()
+
+
+def test_what_another_plan_needs_leaves_the_proof_of_this_one(world: Any) -> None:
+    world.stage(0)
+    before = world.summary()
+    world.hub.fault("missing", path=SHARDS[3], times=None)
+    with pytest.raises(FetchError, match=SHARDS[3]):
+        world.stage(1)
+    assert world.summary() == before
+
+
 @pytest.mark.parametrize("size", [0, 100_000, 400_000])
 def test_a_file_of_the_wrong_size_is_replaced_without_hashing(world: Any, size: int) -> None:
     world.run()
@@ -351,8 +392,9 @@ def test_another_revision_in_the_same_place(world: Any) -> None:
     world.publish({**world.files, "config.json": b'{"changed": 1}'})
     outcome = world.run()
     assert outcome.fetch == ["config.json"]
-    assert outcome.hashed == []
+    assert set(outcome.hashed) == set(world.files) - {INDEX, "config.json"}, "what was proven for another one"
     assert world.held() == world.files
+    assert world.run().hashed == []
 
 
 def test_half_files_of_this_revision_alone_are_kept(world: Any) -> None:
@@ -442,6 +484,15 @@ def test_a_linked_directory_that_leads_out_is_refused(world: Any, tmp_path: Path
 # The destination
 
 
+@pytest.mark.parametrize("check", [True, False])
+def test_a_place_below_a_file_is_told(world: Any, check: bool) -> None:
+    world.dest.parent.parent.mkdir(exist_ok=True)
+    world.dest.parent.write_text("")
+    with pytest.raises(StorageError, match=rf"^{world.dest.parent} is no directory, but has to be one: "):
+        world.run(check=check)
+    assert world.hub.log == []
+
+
 def test_memory_is_refused(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "check_filesystem", lambda path, allow: pytest.fail(f"{path} {allow}"))
     with pytest.raises(pytest.fail.Exception, match="False"):
@@ -527,6 +578,7 @@ def test_present_names_what_is_wrong_and_touches_nothing(world: Any) -> None:
         assert f"{SHARDS[0]} is no file of" in text
         assert f"{SHARDS[2]} has the digest sha256:" in text
         assert "the listing says sha256:" in text
+        assert (world.dest / "checkpoint.json").exists() is check, "only the statement that it is proven goes"
     assert world.held() == held
     assert world.hub.log == []
     assert world.run().replaced == [SHARDS[0], SHARDS[2]]
@@ -606,7 +658,9 @@ def test_rolling_stops_when_its_time_is_over_but_not_before_the_first(
     world: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world.run()
-    monkeypatch.setattr(receipts, "reading_threads", lambda _files: 1)
-    outcome = world.run(verify="rolling", verify_seconds=1e-9)
-    assert len(outcome.hashed) == 1
+    age(world)
+    # However many cores there are.
+    monkeypatch.setattr(receipts.os, "sched_getaffinity", lambda _process: set(range(64)))
+    for name in ("config.json", "empty.txt", SHARDS[0]):
+        assert world.run(verify="rolling", verify_seconds=1e-9).hashed == [name]
     assert len(world.run(verify="rolling", verify_seconds=3600).hashed) == len(world.files) - 1

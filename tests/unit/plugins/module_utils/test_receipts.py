@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from ansible_collections.baremetal.kimi_k3.plugins.module_utils.receipts import 
 )
 
 DATA = b"x" * 10_000
+REVISION = "a" * 40
 
 
 @pytest.fixture
@@ -29,13 +31,13 @@ def stored(tmp_path: Path) -> tuple[Path, Entry, Path]:
     book = tmp_path / "receipts.json"
     digest, stats = hash_file(str(path), entry)
     assert digest.right
-    Receipts(str(book)).put("file", stats, digest, "found")
+    Receipts(str(book), REVISION).put("file", stats, digest, "found")
     return path, entry, book
 
 
 def holds(stored: tuple[Path, Entry, Path]) -> bool:
     path, entry, book = stored
-    return Receipts(str(book)).matches("file", str(path), entry) is not None
+    return Receipts(str(book), REVISION).matches("file", str(path), entry) is not None
 
 
 def test_a_receipt_holds_while_nothing_changes(stored: tuple[Path, Entry, Path]) -> None:
@@ -83,6 +85,15 @@ def test_a_receipt_for_other_content_is_none(stored: tuple[Path, Entry, Path]) -
     assert not holds((path, Entry("file", entry.size + 1, entry.sha256), book))
 
 
+def test_a_receipt_for_another_revision_is_none(stored: tuple[Path, Entry, Path]) -> None:
+    path, entry, book = stored
+    assert Receipts(str(book), "b" * 40).matches("file", str(path), entry) is None
+    text = book.read_text()
+    assert text.count(REVISION) == 1
+    book.write_text(text.replace(f'"revision": "{REVISION}",', ""))
+    assert not holds(stored), "nor one that does not say for which"
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"schema": 2, "files": {}}', '{"schema": 1, "files": {"file": 3}}'])
 def test_a_broken_book_has_no_receipts(stored: tuple[Path, Entry, Path], text: str) -> None:
     stored[2].write_text(text)
@@ -113,6 +124,36 @@ def test_hashing_many_reads_each_once(tmp_path: Path) -> None:
     )
     assert sorted(right) == ["0", "1", "2", "3", "4"]
     assert sum(counts) == 15_000_000
+
+
+def test_when_it_is_enough_the_first_file_is_finished_and_no_other(tmp_path: Path) -> None:
+    size, files = 8 << 20, 12
+    names = [str(number) for number in range(files)]
+    for name in names:
+        (tmp_path / name).touch()
+        os.truncate(tmp_path / name, size)
+    entries = [Entry(name, size, hashlib.sha256(bytes(size)).hexdigest()) for name in names]
+    all_begun = threading.Barrier(files, timeout=30)
+    begun: set[int] = set()
+    read: list[int] = []
+
+    def advance(count: int) -> None:
+        read.append(count)
+        # The time is over as soon as every thread has read the first piece of a file, as on a host of many cores.
+        if threading.get_ident() not in begun:
+            begun.add(threading.get_ident())
+            all_begun.wait()
+
+    done: list[str] = []
+    hash_files(
+        [(str(tmp_path / entry.path), entry) for entry in entries],
+        threads=files,
+        done=lambda entry, digest, _stats: done.append(entry.path) if digest.right else None,
+        enough=lambda: len(begun) == files,
+        advance=advance,
+    )
+    assert done == ["0"]
+    assert sum(read) <= size + files * (2 << 20)
 
 
 def test_hashing_can_be_stopped(stored: tuple[Path, Entry, Path]) -> None:

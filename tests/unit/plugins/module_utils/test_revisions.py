@@ -144,6 +144,101 @@ def test_a_half_fetched_file_that_is_linked_leaves_no_part(several: Revisions) -
     assert list((several.world.dest / ".kimi-k3/parts").iterdir()) == []
 
 
+def rot(path: Path) -> None:
+    """Change a file below the file system: no time changes, and so its receipt agrees."""
+    with path.open("r+b") as stream:
+        stream.seek(1000)
+        stream.write(b"rot")
+    book = path.parent / ".kimi-k3" / "receipts.json"
+    stored = json.loads(book.read_text())
+    stored["files"][path.name].update(mtime_ns=path.stat().st_mtime_ns, ctime_ns=path.stat().st_ctime_ns)
+    book.write_text(json.dumps(stored))
+
+
+def test_full_verification_hashes_what_it_takes_over(several: Revisions) -> None:
+    several.add("one")
+    first = several.world.dest
+    rot(first / SHARDS[2])
+    would = several.add("two", verify="full", check=True)
+    assert json.loads((first / ".kimi-k3/receipts.json").read_text())["files"].get(SHARDS[2])
+    outcome = several.again(verify="full")
+    for each in (would, outcome):
+        assert SHARDS[2] in each.fetch
+        assert sorted(each.linked) == sorted([*SHARDS[:2], *SHARDS[3:], "tiktoken.model"])
+        assert set(each.linked) <= set(each.hashed)
+        assert any(f"{first / SHARDS[2]} has the digest" in warning for warning in each.warnings)
+    assert outcome.verified == "sha256"
+    assert several.world.held() == several.world.files
+    assert several.again(0).replaced == [SHARDS[2]], "and it is found there, too"
+
+
+def test_who_only_looks_links_and_removes_nothing(several: Revisions) -> None:
+    for text in ("one", "two"):
+        several.add(text)
+    outcome = several.again(hub=Nowhere(), keep_revisions=1)
+    assert not outcome.changed
+    assert outcome.verified.startswith("receipt")
+    outcome = several.again(hub=Nowhere(), keep_revisions=1, verify="full")
+    assert outcome.removed == []
+    assert several.there() == [0, 1]
+    (several.world.dest / SHARDS[0]).unlink()
+    for check in (True, False):
+        with pytest.raises(FetchError, match=f"{SHARDS[0]} is absent"):
+            several.again(hub=Nowhere(), keep_revisions=1, check=check)
+    assert not (several.world.dest / SHARDS[0]).exists()
+    several.again(0)
+    assert several.again(1).linked == [SHARDS[0]], "once it is proven beside"
+
+
+def state(path: Path) -> dict[str, tuple[int, int]]:
+    return {str(file): (file.stat().st_mtime_ns, file.stat().st_ctime_ns) for file in [path, *path.rglob("*")]}
+
+
+def test_check_mode_touches_no_revision_beside(several: Revisions) -> None:
+    several.add("one")
+    first = several.world.dest
+    for _time in range(2):
+        before = state(first)
+        assert SHARDS[0] in several.add("two", check=True).linked
+        assert state(first) == before
+        (first / ".kimi-k3" / "lock").unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("name", [".kimi-k3/lock", ".kimi-k3/receipts.json", "checkpoint.json"])
+def test_a_revision_beside_that_cannot_be_read_is_left_alone(several: Revisions, name: str) -> None:
+    several.add("one")
+    (several.world.dest / name).unlink()
+    (several.world.dest / name).mkdir()
+    for check in (True, False):
+        outcome = several.add("two", check=check)
+    assert SHARDS[0] not in outcome.linked
+    assert several.world.held() == several.world.files
+    several.again(keep_revisions=1)
+
+
+def test_a_revision_beside_that_cannot_be_written_to_gives_what_it_has(
+    several: Revisions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    several.add("one")
+
+    def full(*_arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module.Receipts, "refresh", full)
+    assert SHARDS[0] in several.add("two").linked
+    assert several.world.held() == several.world.files
+
+
+def test_a_failure_while_a_revision_is_locked_is_told_as_it_is(several: Revisions) -> None:
+    several.add("one")
+    revision = module.Revision(str(several.world.dest), 0)
+    for error in (module.StorageError("told"), FileNotFoundError("told")):
+        with pytest.raises(type(error), match="told"), revision.locked():
+            raise error
+    with revision.locked() as free:
+        assert free
+
+
 # Removal
 
 
