@@ -66,6 +66,7 @@ SCHEMA = 1
 _CONFIG_NAME = "config.json"
 _SAFETENSORS = ".safetensors"
 _ROLLING_THREADS = 4
+_PIECE = 1 << 20
 
 # What a run may fail with, each with a text that says what to do.
 ERRORS = (
@@ -373,9 +374,10 @@ class Checkpoint:
         selection = self._select(weight_map, entries)
         plan = self._plan(entries, selection, index_digest)
         self._warnings += plan.warnings
-        names: dict[str, list[str]] = {}
-        for name, file in weight_map.items():
-            names.setdefault(file, []).append(name)
+        names = self._names(weight_map, selection)
+        weight_files = selection.files if selection else []
+        # At full size these are most of the memory, and what follows needs memory of its own.
+        del weight_map, selection
 
         wanted, wrong = self._survey(plan)
         if wrong or (wanted and (previous is None or {entry.path for entry in wanted} & previous.paths)):
@@ -416,10 +418,11 @@ class Checkpoint:
         outcome.fetched_bytes += sum(entry.size for entry in self._early)
         index_changed = bool(outcome.fetch or outcome.linked)
         if index and not (request.check and (wanted or linked)):
-            total = sum(sizes[file] for file in selection.files if file in sizes) if selection else 0
             if request.scope == "stage":
-                content = planning.pruned_index(weight_map, selection, total)
+                total = sum(sizes[file] for file in weight_files if file in sizes)
+                content = planning.pruned_index({file: names[file] for file in weight_files}, total)
             else:
+                names.clear()
                 content = self._pristine(index)
             index_changed = self._put_index(plan, content)
         stored = read_json(self._summary_path)
@@ -433,6 +436,17 @@ class Checkpoint:
         outcome.verified = self._verified(plan)
         outcome.warnings = self._warnings
         return outcome
+
+    @staticmethod
+    def _names(weight_map: dict[str, str], selection: Selection | None) -> dict[str, list[str]]:
+        """Which tensors the index places in each file of the selection."""
+        if selection is None or selection.scope == "all":
+            return selection.tensors if selection else {}
+        names: dict[str, list[str]] = {file: [] for file in selection.files}
+        for name, file in weight_map.items():
+            if file in names:
+                names[file].append(name)
+        return names
 
     def _listing(self) -> list[Entry]:
         """All files of the revision; asked for once, since a commit never changes."""
@@ -490,12 +504,8 @@ class Checkpoint:
     def _weights(self, entry: Entry) -> tuple[dict[str, str], str]:
         """Which file holds which tensor, and the digest of the index that says so."""
         data = self._pristine(entry)
-        digest = hashlib.sha256(data).hexdigest()
         try:
-            # At full size, bytes, text and what they mean are not to be in memory all at once.
-            text = data.decode()
-            del data
-            return planning.weight_map_of(json.loads(text)), digest
+            return planning.parse_index(data), hashlib.sha256(data).hexdigest()
         except ValueError as error:
             if isinstance(error, planning.PlanError):
                 raise
@@ -740,7 +750,7 @@ class Checkpoint:
         """Write the index at the top of the directory if it differs; whether it did."""
         path = os.path.join(self._dest, INDEX_NAME)
         plan.index = Entry(INDEX_NAME, len(content), hashlib.sha256(content).hexdigest())
-        differs = _read(path, len(content)) != content
+        differs = not _same(path, content)
         if self._request.check:
             return differs
         if differs:
@@ -930,6 +940,20 @@ def _read(path: str, size: int) -> bytes | None:
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
         return None
     return data if len(data) == size else None
+
+
+def _same(path: str, content: bytes) -> bool:
+    """Whether a file has this content, without a second copy of it in memory."""
+    view, done = memoryview(content), 0
+    try:
+        with open(path, "rb") as stream:
+            while piece := stream.read(_PIECE):
+                if piece != view[done : done + len(piece)]:
+                    return False
+                done += len(piece)
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+        return False
+    return done == len(content)
 
 
 def _proven(path: str, entry: Entry) -> bytes | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,6 +42,8 @@ _VISION = frozenset(
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ckpt")
 
 _SHOWN = 5
+_MAP = re.compile(rb'"weight_map"\s*:\s*\{')
+_PIECE = 1 << 20
 
 # What a tensor is, when it is not part of a numbered layer.
 EMBEDDING, TAIL, HEAD, VISION, UNPLACED = "embedding", "tail", "head", "vision", "unplaced"
@@ -182,8 +184,45 @@ def weight_map_of(index: Any) -> dict[str, str]:
     for name, file in weights.items():
         if not isinstance(name, str) or not isinstance(file, str):
             raise PlanError(f"{INDEX_NAME} maps {name!r} to {file!r}: both must be text.")
-    # Half a million entries name a hundred files: one text for each will do.
-    return {name: sys.intern(file) for name, file in weights.items()}
+    return weights if isinstance(weights, dict) else dict(weights)
+
+
+def parse_index(data: bytes) -> dict[str, str]:
+    """The C(weight_map) of an index, checked.
+
+    At full size it names half a million tensors in a hundred files. To have the name of a file once for each tensor, if
+    only for a moment, would take more memory than all the rest of a run, so it is parsed in pieces where it can be.
+    """
+    try:
+        weights = _in_pieces(data)
+    except ValueError:
+        weights = None
+    return weight_map_of(json.loads(data) if weights is None else {"weight_map": weights})
+
+
+def _in_pieces(data: bytes) -> dict[str, str] | None:
+    """The C(weight_map), or nothing when the index does not look as usual."""
+    found = _MAP.search(data) if data.count(b'"weight_map"') == 1 else None
+    if found is None:
+        return None
+    weights: dict[str, str] = {}
+    files: dict[str, str] = {}
+    begin, ended = found.end(), False
+    while not ended:
+        # A quote and a comma end an entry, unless the quote is one within a text.
+        end = data.find(b'",', begin + _PIECE) + 1
+        ended = not end or data[end - 2 : end - 1] == b"\\"
+        text = "{" + (data[begin:] if ended else data[begin:end] + b"}").decode()
+        piece, length = json.JSONDecoder().raw_decode(text)
+        if not piece or not all(isinstance(file, str) for file in piece.values()):
+            return None
+        if not ended and length != len(text):
+            return None
+        weights.update((name, files.setdefault(file, file)) for name, file in piece.items())
+        begin = begin if ended else end + 1
+    # What is around the map has to be right, too.
+    around = json.loads(data[: found.end()].decode() + "}" + text[length:])
+    return weights if isinstance(around, dict) and around.get("weight_map") == {} else None
 
 
 def select(
@@ -269,18 +308,19 @@ def absent_files(weight_map: Mapping[str, str], paths: Iterable[str]) -> list[st
     return sorted(set(weight_map.values()) - set(paths))
 
 
-def pruned_index(weight_map: Mapping[str, str], selection: Selection, total_size: int) -> bytes:
-    """The index of a directory that holds only the selected files.
+def pruned_index(tensors: Mapping[str, Iterable[str]], total_size: int) -> bytes:
+    """The index of a directory that holds these files only, each with its tensors.
 
-    It lists everything those files hold, needed or not: an index is a description of its directory.
+    It lists everything the files hold, needed or not: an index is a description of its directory.
     """
-    kept = sorted(name for name, file in weight_map.items() if file in selection.tensors)
+    file_of = {name: file for file, names in tensors.items() for name in names}
+    kept = sorted(file_of)
     # As json.dumps would write it with indent=2, in a tenth of its time and memory.
     quoted = json.encoder.encode_basestring_ascii
     content = bytearray(f'{{\n  "metadata": {{\n    "total_size": {total_size}\n  }},\n  "weight_map": {{'.encode())
     separator = "\n"
     for name in kept:
-        content += f"{separator}    {quoted(name)}: {quoted(weight_map[name])}".encode()
+        content += f"{separator}    {quoted(name)}: {quoted(file_of[name])}".encode()
         separator = ",\n"
     content += b"\n  }\n}" if kept else b"}\n}"
     return bytes(content)

@@ -180,15 +180,59 @@ def test_what_is_no_index_is_told(index: object) -> None:
         planning.weight_map_of(index)
 
 
+@pytest.mark.parametrize("indent", [None, 2])
+@pytest.mark.parametrize("piece", [0, 7, 1 << 20])
+@pytest.mark.parametrize("last", ["weight_map", "metadata"])
+def test_an_index_in_pieces_is_what_json_says(
+    monkeypatch: pytest.MonkeyPatch, indent: int | None, piece: int, last: str
+) -> None:
+    names = {
+        f'model.layers.{number}.{odd}"\\': f'file{number % 3}"' for number in range(9) for odd in ("a", '\u00e9",{}')
+    }
+    parts = {"metadata": {"total_size": 7, "text": 'a", "b": "c"}'}, "weight_map": names}
+    index = {key: parts[key] for key in sorted(parts, key=lambda key: key == last)}
+    monkeypatch.setattr(planning, "_PIECE", piece)
+    for escaped in (True, False):
+        data = json.dumps(index, indent=indent, ensure_ascii=escaped).encode()
+        weights = planning.parse_index(data)
+        assert weights == names
+        assert list(weights) == list(names)
+    plain = json.dumps({**index, "weight_map": {f"t{number}": "file" for number in range(9)}}, indent=indent).encode()
+    assert len({id(file) for file in planning.parse_index(plain).values()}) == 1, "one text for each file"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[1]",
+        "{}",
+        '{"weight_map": {}}',
+        '{"weight_map": {"a": "b"}',
+        '{"weight_map": {"a": "b", }}',
+        '{"weight_map": {"a": "b"}}}',
+        '{"weight_map": {"a": ["b", "c"], "d": "e"}}',
+        '{"x": {"weight_map": {"a": "b", "c": "d"}}}',
+        '{"weight_map": {"a": {"b": "c", "d": "e"}}}',
+    ],
+)
+@pytest.mark.parametrize("piece", [0, 1 << 20])
+def test_an_index_that_is_none_is_refused_in_pieces_too(monkeypatch: pytest.MonkeyPatch, text: str, piece: int) -> None:
+    monkeypatch.setattr(planning, "_PIECE", piece)
+    with pytest.raises(ValueError, match=r".+"):
+        planning.parse_index(text.encode())
+
+
 def test_a_pruned_index_is_written_as_json_would_write_it() -> None:
     names = {'model.layers.0.a"\\\u00e9\n': "a b.safetensors", "model.layers.0.b": "a b.safetensors", "lm_head.w": "c"}
-    selection = planning.select(names, pipeline_layers=[1], stages=[0])
+    tensors = {file: [name for name in names if names[name] == file] for file in sorted(set(names.values()))}
     expected = {"metadata": {"total_size": 7}, "weight_map": names}
-    assert planning.pruned_index(names, selection, 7) == json.dumps(expected, indent=2, sort_keys=True).encode()
+    assert planning.pruned_index(tensors, 7) == json.dumps(expected, indent=2, sort_keys=True).encode()
 
 
 def test_pruned_index_lists_all_that_its_files_hold() -> None:
-    index = json.loads(planning.pruned_index(k3_map(), k3(0), 123))
+    tensors = {file: [name for name, place in k3_map().items() if place == file] for file in k3(0).files}
+    index = json.loads(planning.pruned_index(tensors, 123))
     assert index["metadata"] == {"total_size": 123}
     assert set(index["weight_map"].values()) == set(k3(0).files)
     assert index["weight_map"]["language_model.lm_head.weight"] == k3_shard(94)
