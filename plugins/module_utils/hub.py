@@ -25,6 +25,7 @@ from urllib.parse import quote, urljoin, urlsplit
 from ansible.module_utils import urls
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils.listing import Digest, Entry, parse_tree
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils.receipts import StoppedError
+from ansible_collections.baremetal.kimi_k3.plugins.module_utils.storage import human
 
 DEFAULT_ENDPOINT = "https://huggingface.co"
 
@@ -32,6 +33,7 @@ _AGENT = "baremetal.kimi_k3"
 _MAX_HOPS = 8
 _MAX_PAGES = 10_000
 _MAX_JSON = 256 << 20
+_PIECE = 1 << 16
 _MAX_WAIT = 900.0  # the Hub counts in windows of five minutes; a longer wait is an error to show
 _MAX_BACKOFF = 60.0
 _TLS_RECORDS = 16
@@ -122,6 +124,28 @@ class Backoff:
             raise StoppedError
 
 
+class Floor:
+    """A rate below which a connection is given up, measured again and again over some seconds."""
+
+    def __init__(self, rate: int = 0, seconds: float = 30.0) -> None:
+        self._rate = rate
+        self._seconds = seconds
+        self._received = 0
+        self._waited = 0.0
+
+    def took(self, what: str, count: int, waited: float) -> None:
+        """So many bytes came, after so many seconds of waiting for them."""
+        # Only that time counts: a slow disk or a limit of our own is not their fault.
+        self._received += count
+        self._waited += waited
+        if not self._rate or self._waited < self._seconds:
+            return
+        rate = self._received / self._waited
+        if rate < self._rate:
+            raise TransientError(f"{what} came at {human(rate)}/s, below the floor of {human(self._rate)}/s.")
+        self._received, self._waited = 0, 0.0
+
+
 class Response:
     """An answer with status 200 or 206, length and range checked against what was asked."""
 
@@ -200,6 +224,8 @@ class Hub:
         ca_path: str | None = None,
         stop: threading.Event | None = None,
         use_proxy: bool = True,
+        min_rate: int = 0,
+        min_rate_seconds: float = 30.0,
     ) -> None:
         self.endpoint = check_endpoint(endpoint)
         self.repository = repository
@@ -209,6 +235,7 @@ class Hub:
         self._timeout = timeout
         self._retries = retries
         self._base = backoff
+        self._floor = min_rate, min_rate_seconds  # for what is read into memory
         self._session = _session(ca_path, use_proxy)
         self.stop = stop or threading.Event()
         self._pause_until = 0.0
@@ -237,7 +264,7 @@ class Hub:
         def once() -> tuple[bytes, Digest]:
             body = self.open(entry, 0)
             try:
-                data = _read_all(body, entry.size)
+                data = _read_all(body, entry, Floor(*self._floor))
             finally:
                 body.close()
             digest = Digest(entry)
@@ -266,12 +293,23 @@ class Hub:
 
     def _page(self, url: str) -> tuple[list[Any], str | None]:
         response = self._request(url, {"Accept": "application/json"}, None)
+        floor, data = Floor(*self._floor), bytearray()
         try:
-            data = response.read(_MAX_JSON)
+            while len(data) < _MAX_JSON:
+                began = time.monotonic()
+                piece = response.read1(_PIECE)
+                floor.took("The listing", len(piece), time.monotonic() - began)
+                data += piece
+                if not piece:
+                    break
+        except TimeoutError as error:
+            raise TransientError("The server stopped sending the listing.") from error
         except (OSError, http.client.HTTPException) as error:
             raise TransientError(f"The listing broke off ({_reason(error)}).") from error
         finally:
             response.close()
+        if response.length:
+            raise TransientError(f"The listing broke off, {response.length} bytes before its end.")
         try:
             page = json.loads(data)
         except ValueError as error:
@@ -402,16 +440,19 @@ def _check_answer(response: http.client.HTTPResponse, entry: Entry, offset: int)
     return offset
 
 
-def _read_all(body: Body, size: int) -> bytes:
+def _read_all(body: Body, entry: Entry, floor: Floor) -> bytes:
     """Exactly the promised number of bytes, and no more to come."""
+    size = entry.size
     data = bytearray(size)
     view = memoryview(data)
     done = 0
     while done < size:
+        began = time.monotonic()
         count = body.readinto1(view[done:])
         if not count:
             raise TransientError(f"The server closed after {done} of {size} bytes.")
         done += count
+        floor.took(entry.path, count, time.monotonic() - began)
     if body.readinto1(memoryview(bytearray(1))):
         raise TransientError(f"The server sent more than the {size} bytes listed.")
     return bytes(data)

@@ -662,6 +662,8 @@ def request_of(params: dict[str, Any], check: bool, token: str | None, stop: thr
             retries=params["retries"],
             ca_path=params["ca_path"],
             stop=stop,
+            min_rate=params["min_rate"],
+            min_rate_seconds=params["min_rate_seconds"],
         )
 
     if params["source"] == "present":

@@ -7,6 +7,7 @@ import hashlib
 import threading
 import time
 from email.utils import formatdate
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,47 @@ def test_a_busy_hub_is_asked_again(world: Any, client: Hub) -> None:
     world.hub.fault("status", on="tree", status=502, times=None)
     with pytest.raises(HubError, match=r"HTTP 502\. Tried 4 times"):
         client.listing()
+
+
+def test_a_listing_and_a_file_in_memory_that_trickle_are_left(world: Any) -> None:
+    def slow(**options: Any) -> Hub:
+        return Hub(world.hub.endpoint, "lab/tiny", world.commit, retries=0, timeout=5, **options)
+
+    entry = entry_of(slow(), "config.json")
+    world.hub.fault("trickle", path="config.json", rate=20, times=None)
+    with pytest.raises(HubError, match=r"^config\.json came at .* below the floor of 1\.0 MB/s\. Tried 1 times"):
+        slow(min_rate=1_000_000, min_rate_seconds=0.2).read(entry)
+    assert slow(min_rate=1, min_rate_seconds=0.2).read(entry)[0] == world.files["config.json"]
+    with pytest.raises(HubError, match=r"^The listing came at .* below the floor of 1\.00 TB/s"):
+        slow(min_rate=10**12, min_rate_seconds=0).listing()
+
+
+@pytest.mark.parametrize("keep", [0, 20])
+def test_a_listing_that_breaks_off_is_asked_for_again(world: Any, client: Hub, keep: int) -> None:
+    class Server(ThreadingHTTPServer):
+        left = 1
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = b'[{"type": "file", "path": "a", "size": 0, "oid": "%s"}]' % (b"0" * 40)
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body[:keep] if self.server.left else body)
+            self.server.left = 0
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with Server(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+        try:
+            hub = Hub(f"http://127.0.0.1:{server.server_port}", "a/b", "0" * 40, retries=0)
+            with pytest.raises(HubError, match="The listing broke off"):
+                hub.listing()
+            assert [entry.path for entry in hub.listing()] == ["a"]
+        finally:
+            server.shutdown()
 
 
 @pytest.mark.parametrize(
