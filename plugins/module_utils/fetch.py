@@ -23,11 +23,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ansible_collections.baremetal.kimi_k3.plugins.module_utils.direct import Buffers, DirectFile, whole_blocks
+from ansible_collections.baremetal.kimi_k3.plugins.module_utils.direct import (
+    Buffers,
+    DirectFile,
+    buffer_size,
+    whole_blocks,
+)
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils.exchange import GRANTED, HERE, Exchange
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils.hub import (
     Backoff,
     Body,
+    Floor,
     HubError,
     Source,
     TransientError,
@@ -87,6 +93,9 @@ class Task:
     near: int = 0  # of the fetched bytes, those from a near source
     waited: float = 0.0  # seconds in which the other side had the turn
     kept: tuple[Part, Digest] | None = None  # of a connection that was closed to have fewer of them
+    place: int = 0  # in the list
+    begun: bool = False
+    named: bool = False  # it has its final name
 
 
 @dataclass
@@ -99,6 +108,7 @@ class Progress:
     bytes_total: int = 0
     bytes_done: int = 0
     bytes_fetched: int = 0
+    bytes_near: int = 0  # of those, from near sources
     files_total: int = 0
     files_done: int = 0
     connections: int = 0
@@ -125,12 +135,14 @@ class Progress:
             self._active[entry.path] = [done, entry.size]
             self.bytes_done += done - previous
 
-    def advance(self, entry: Entry, count: int, fetched: bool = True) -> None:
+    def advance(self, entry: Entry, count: int, *, fetched: bool = True, near: bool = False) -> None:
         with self._lock:
             self._active[entry.path][0] += count
             self.bytes_done += count
             if fetched:
                 self.bytes_fetched += count
+            if near:
+                self.bytes_near += count
 
     def count(self, count: int) -> None:
         """Bytes that were read without being fetched."""
@@ -535,7 +547,7 @@ class Fetcher:
         self._stop = stop
         self._done = done
         self._throttle = Throttle(options.rate_limit, stop)
-        self._buffers = Buffers()
+        self._buffers = Buffers(buffer_size(max(options.connections, options.max_connections)))
         self._governor = Governor(options.connections, options.max_connections)
         self._changed = threading.Condition()
         # All of these under the condition's lock.
@@ -548,6 +560,8 @@ class Fetcher:
     def run(self, tasks: Sequence[Task]) -> None:
         """Fetch all tasks; the first one that cannot be had ends the others, which keep what they have."""
         make_dirs(self._parts)
+        for place, task in enumerate(tasks):
+            task.place = place
         self._waiting.extend(tasks)
         workers: list[threading.Thread] = []
         try:
@@ -566,7 +580,7 @@ class Fetcher:
 
     def _steer(self, workers: list[threading.Thread]) -> None:
         """Keep as many connections at work as are good, until there is nothing left to do."""
-        window, fetched = time.monotonic(), self._progress.bytes_fetched
+        window, fetched, near = time.monotonic(), self._progress.bytes_fetched, self._progress.bytes_near
         while True:
             with self._changed:
                 while self._working < min(self._governor.target, self._working + len(self._waiting)):
@@ -580,8 +594,11 @@ class Fetcher:
             now = time.monotonic()
             if now - window >= WINDOW:
                 rate = (self._progress.bytes_fetched - fetched) / (now - window)
-                window, fetched = now, self._progress.bytes_fetched
-                self._progress.connections = self._governor.observe(rate, wanted)
+                # While a near source gives, some connections are at that, and the rate says nothing about the line.
+                if self._progress.bytes_near == near:
+                    self._governor.observe(rate, wanted)
+                self._progress.connections = self._governor.target
+                window, fetched, near = now, self._progress.bytes_fetched, self._progress.bytes_near
                 workers[:] = [worker for worker in workers if worker.is_alive()]
 
     def _end(self, workers: list[threading.Thread]) -> None:
@@ -672,7 +689,10 @@ class Fetcher:
             if answer == HERE:
                 return task, [exchange.peer, *self._sources]
             with self._changed:
-                self._waiting.append(task)
+                later = (index for index, other in enumerate(self._waiting) if other.place > task.place)
+                self._waiting.insert(next(later, len(self._waiting)), task)
+                # The other host is at it, or cannot say yet: it says no more when it is asked again at once.
+                self._changed.wait(_LOOK_AGAIN)
 
     def _guarded(self, task: Task, sources: Sequence[Source]) -> None:
         try:
@@ -680,7 +700,13 @@ class Fetcher:
         except HubError as error:
             raise FetchError(f"{task.entry.path}: {error}") from error
         except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            if full and task.named:
+                raise FetchError(
+                    f"{task.entry.path}: it is whole and in its place, but there is no room left on the file system of "
+                    f"{self._directory} for its receipt. Make room and run again: it is hashed then, and not fetched."
+                ) from error
+            if full:
                 missing = task.entry.size - allocated(self._work_directory, task.entry)
                 raise FetchError(
                     f"{task.entry.path}: no room left on the file system of {task.final} "
@@ -719,6 +745,7 @@ class Fetcher:
                     ) from error
                 self._guard()
                 stats = part.finish(task.final, replaced_path(self._directory, entry))
+                task.named = True
             finally:
                 part.close()
                 with self._changed:
@@ -767,7 +794,9 @@ class Fetcher:
         except BaseException:
             part.close()
             raise
-        task.resumed += part.position
+        # What is here when the next source is asked, this run has fetched itself.
+        if not task.begun:
+            task.begun, task.resumed = True, part.position
         with self._changed:
             self._open_parts.add(part)
         return part, digest
@@ -802,7 +831,7 @@ class Fetcher:
 
     def _copy(self, task: Task, source: Source, body: Body, part: Part, digest: Digest) -> None:
         entry, options = task.entry, self._options
-        window, received = task.waited, 0
+        floor = Floor(options.min_rate, options.min_rate_seconds)
         while part.position < entry.size:
             if self._stop.is_set():
                 raise StoppedError
@@ -816,29 +845,21 @@ class Fetcher:
                 count = body.readinto1(room)
             finally:
                 now = time.monotonic()
-                task.waited += now - began
+                waited = now - began
+                task.waited += waited
             if not count:
                 raise TransientError(f"The server closed after {part.position} of {entry.size} bytes of {entry.path}.")
             digest.update(room[:count])
             part.took(count)
-            received += count
             task.fetched += count
-            self._progress.advance(entry, count)
+            self._progress.advance(entry, count, near=source.near)
             if source.near:
                 task.near += count
             else:
                 self._throttle.take(count)
             if part.full or now - part.stored_at >= options.flush_seconds:
                 part.store(options)
-            # Only the time spent waiting for bytes counts: a slow disk or a limit of our own is not their fault.
-            spent = task.waited - window
-            if options.min_rate and spent >= options.min_rate_seconds:
-                if received < options.min_rate * spent:
-                    raise TransientError(
-                        f"{entry.path} came at {human(received / spent)}/s, "
-                        f"below the floor of {human(options.min_rate)}/s."
-                    )
-                window, received = task.waited, 0
+            floor.took(entry.path, count, waited)
         # Bytes beyond the size are not even read: the digest says whether these are the right ones.
 
     def _yield(self) -> bool:

@@ -12,11 +12,13 @@ import os
 import random
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from ansible_collections.baremetal.kimi_k3.plugins.module_utils import exchange as module_exchange
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils import fetch as module
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils.direct import Buffers
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils.fetch import FetchError, Part, part_path
@@ -319,6 +321,112 @@ def test_small_files_by_redirect(world: Any) -> None:
     world.hub.relative_redirects = True
     world.run()
     assert complete(world)
+
+
+def test_the_own_bytes_of_a_run_are_none_that_it_resumed(world: Any) -> None:
+    from lab_hub import Hub as Server  # noqa: PLC0415
+
+    with Server(world.root) as mirror:
+        client = world.request().hub.__class__(mirror.endpoint, "lab/tiny", world.commit, retries=0, backoff=0.01)
+        mirror.fault("cut", path=SHARD, on="cdn", after=100_000, times=None)
+        mirror.fault("missing", path=SHARD, on="resolve", skip=1, times=None)
+        outcome = world.run(mirrors=[client], options={"retries": 0})
+    assert complete(world)
+    assert world.hub.bytes_sent(SHARD, "cdn") == len(world.files[SHARD]) - 100_000
+    assert outcome.resumed_bytes == 0
+    assert outcome.fetched_bytes == sum(map(len, world.files.values()))
+
+
+def test_no_room_for_a_receipt_is_told_as_that(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = module.Fetcher
+
+    def fetcher(*arguments: Any, done: Any, **options: Any) -> Any:
+        def full(task: Any, *values: Any) -> None:
+            if task.entry.path == SHARD:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            done(task, *values)
+
+        return real(*arguments, done=full, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "Fetcher", fetcher)
+        with pytest.raises(FetchError, match=rf"^{SHARD}: it is whole and in its place, but there is no room left on"):
+            world.run()
+    outcome = world.run()
+    assert SHARD in outcome.hashed
+    assert SHARD not in outcome.fetch
+    assert complete(world)
+
+
+def test_bytes_of_a_peer_say_nothing_about_the_line(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rates: list[float] = []
+
+    def observe(governor: Any, rate: float, _wanted: int) -> int:
+        rates.append(rate)
+        return governor.target
+
+    monkeypatch.setattr(module, "WINDOW", 0.05)
+    monkeypatch.setattr(module.Governor, "observe", observe)
+    near = world.request().hub
+    near.near = True
+    world.hub.fault("trickle", path="model-*", on="cdn", rate=1_000_000, times=None)
+    outcome = world.run(mirrors=[near])
+    assert outcome.peer_bytes > 0
+    assert max(rates, default=0) == 0
+    world.dest = world.dest.with_name("other")
+    world.run()
+    assert max(rates) > 0
+
+
+class Reluctant:
+    """The other host of an exchange, which for a while cannot say what it has."""
+
+    peer = None
+
+    def __init__(self, refusals: int) -> None:
+        self.left = refusals
+        self.claims: list[tuple[float, str]] = []
+        self.granted: list[str] = []
+        self.lock = threading.Lock()
+
+    def taken(self, _entry: Entry) -> bool:
+        return False
+
+    def claim(self, entry: Entry) -> str:
+        with self.lock:
+            self.claims.append((time.monotonic(), entry.path))
+            self.left -= 1
+            if self.left >= 0:
+                return module_exchange.TAKEN
+            self.granted.append(entry.path)
+            return module_exchange.GRANTED
+
+
+def test_a_refused_claim_is_not_made_again_at_once_and_loses_no_place(
+    world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_LOOK_AGAIN", 0.2)
+    world.run()
+    entries = sorted((listed(world, name) for name in world.files if name.startswith("model-")), key=lambda e: e.path)
+    request = world.request()
+    for threads, refusals in ((1, 3), (3, 9)):
+        exchange, stop = Reluctant(refusals), threading.Event()
+        fetcher = module.Fetcher(
+            [request.hub],
+            str(tmp_path / f"private{threads}"),
+            options=module.Options(connections=threads, max_connections=threads),
+            progress=module.Progress(),
+            stop=stop,
+            done=lambda *_: None,
+            exchange=exchange,
+        )
+        fetcher.run([module.Task(entry, str(tmp_path / f"{threads}" / entry.path)) for entry in entries])
+        assert len(exchange.claims) == refusals + len(entries)
+        first, last = exchange.claims[0][0], exchange.claims[refusals][0]
+        # Every thread waits after each refusal: as many rounds of waiting as there were refusals for each of them.
+        assert last - first >= 0.2 * (refusals // threads) * 0.9
+        if threads == 1:
+            assert exchange.granted == [entry.path for entry in entries]
 
 
 def test_progress_is_told_while_it_lasts(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
