@@ -66,6 +66,7 @@ SCHEMA = 1
 _CONFIG_NAME = "config.json"
 _SAFETENSORS = ".safetensors"
 _ROLLING_THREADS = 4
+_LARGE = 1 << 20  # from here on a file is not simply read into memory
 _PIECE = 1 << 20
 
 # What a run may fail with, each with a text that says what to do.
@@ -196,6 +197,7 @@ class Checkpoint:
         self._hashed: set[str] = set()
         self._found: dict[str, str] = {}  # digests of files that are wrong
         self._early: list[Entry] = []  # fetched before there was a plan
+        self._resumed_early = 0  # bytes of those that an earlier run had fetched
         self._warnings: list[str] = []
         self._helped = 0  # files that other hosts have hashed for this one
         stage = request.scope == "stage"
@@ -415,7 +417,8 @@ class Checkpoint:
             ]
         held = {entry.path for entry in plan.entries}
         outcome.fetch = sorted({*outcome.fetch, *(entry.path for entry in self._early if entry.path in held)})
-        outcome.fetched_bytes += sum(entry.size for entry in self._early)
+        outcome.fetched_bytes += sum(entry.size for entry in self._early) - self._resumed_early
+        outcome.resumed_bytes += self._resumed_early
         index_changed = bool(outcome.fetch or outcome.linked)
         if index and not (request.check and (wanted or linked)):
             if request.scope == "stage":
@@ -491,11 +494,30 @@ class Checkpoint:
         return data
 
     def _read(self, entry: Entry) -> tuple[bytes, Digest]:
-        """A small file from elsewhere."""
+        """A file that planning needs, from elsewhere."""
         exchange = self._request.exchange
         if exchange and not self._request.check:
-            return exchange.read(entry, self._request.hub.read)
-        return self._request.hub.read(entry)
+            return exchange.read(entry, self._outside)
+        return self._outside(entry)
+
+    def _outside(self, entry: Entry) -> tuple[bytes, Digest]:
+        """The index is large enough to be fetched like all other files, so that it need not come in one go."""
+        if self._request.check or self._only_looks or entry.size < _LARGE:
+            return self._request.hub.read(entry)
+        path = self._temporary("early")
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+        task = fetch.Task(entry, path)
+        self._progress.begin("fetching", 1, entry.size)
+        self._fetcher(lambda *_: None).run([task])
+        self._progress.begin("planning")
+        self._resumed_early += task.resumed
+        with open(path, "rb") as stream:
+            data = stream.read()
+        os.unlink(path)
+        digest = Digest(entry)
+        digest.update(data)
+        return data, digest
 
     def _offer(self, entry: Entry, path: str) -> None:
         if self._request.exchange:
@@ -729,7 +751,13 @@ class Checkpoint:
         exchange = self._request.exchange
         if exchange and not exchange.first:
             tasks.reverse()
-        fetcher = fetch.Fetcher(
+        self._fetcher(done, exchange).run(tasks)
+        outcome.peer_bytes = sum(task.near for task in tasks)
+        outcome.fetched_bytes = sum(task.fetched for task in tasks)
+        outcome.resumed_bytes = sum(task.resumed for task in tasks)
+
+    def _fetcher(self, done: Callable[..., None], exchange: Exchange | None = None) -> fetch.Fetcher:
+        return fetch.Fetcher(
             [*self._request.mirrors, self._request.hub],
             self._private,
             options=self._request.options,
@@ -741,10 +769,6 @@ class Checkpoint:
             copies=copies_of(self._lease.inherited) if self._lease else (),
             guard=self._guard,
         )
-        fetcher.run(tasks)
-        outcome.peer_bytes = sum(task.near for task in tasks)
-        outcome.fetched_bytes = sum(task.fetched for task in tasks)
-        outcome.resumed_bytes = sum(task.resumed for task in tasks)
 
     def _put_index(self, plan: Plan, content: bytes) -> bool:
         """Write the index at the top of the directory if it differs; whether it did."""

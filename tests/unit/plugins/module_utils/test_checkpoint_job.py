@@ -176,6 +176,22 @@ def test_unplaced_tensors_are_warned_of_in_every_run(world: Any) -> None:
         assert outcome.warnings == ["1 tensors belong to no known part of the model (oddity): every stage holds them."]
 
 
+def test_the_index_goes_on_where_it_was(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_LARGE", 100)
+    size = len(world.files[INDEX])
+    world.hub.fault("cut", path=INDEX, after=200)
+    with pytest.raises(FetchError, match=INDEX):
+        world.stage(0, options={"retries": 0})
+    world.hub.fault("cut", path=INDEX, after=100)
+    outcome = world.stage(0)
+    assert [request.range for request in world.hub.seen("resolve", INDEX)] == [None, "bytes=200-", "bytes=300-"]
+    assert world.hub.bytes_sent(INDEX) == size
+    assert outcome.resumed_bytes == 200
+    assert outcome.fetched_bytes == sum(len(world.files[name]) for name in outcome.fetch) + size - 200
+    assert world.own(INDEX).read_bytes() == world.files[INDEX]
+    assert not world.own("early").exists()
+
+
 # Check mode
 
 
