@@ -23,7 +23,8 @@ In a test (put ``molecule/lab`` on ``sys.path`` first)::
 
 ``Hub(root, page_size=..., url_lifetime=..., tokens={"lab/tiny": "secret"}, relative_redirects=True)``: entries of a
 tree page, seconds a CDN URL is valid, tokens of gated repositories, and whether small files are answered by a relative
-redirect or at once. ``hub.expire_urls()`` makes every CDN URL given out so far invalid.
+redirect or at once; ``tls=CONTEXT``: over HTTPS, by an ``ssl.SSLContext`` that has a certificate.
+``hub.expire_urls()`` makes every CDN URL given out so far invalid.
 
 Faults (``hub.fault(kind, path="*", on="any", times=1, skip=0, **options)``): the first fault whose place and path
 pattern match and that is not used up is applied; ``skip`` lets that many matching requests pass first. ``on`` is
@@ -50,6 +51,8 @@ kind             what happens (options, with their defaults)
 ``corrupt``      the byte at offset ``at=0`` of the file is flipped (only in requests that cover it)
 ``ignore_range`` the whole file with status 200 where a range was asked
 ``wrong_range``  206 whose Content-Range starts at another offset than was asked
+``chunked``      the body in chunks of ``size=10000`` bytes with no length announced, closed in the middle of a chunk
+                 after ``after`` bytes if that is given
 ``expire``       reset after ``after=0`` body bytes, and all CDN URLs given out so far are invalid from then on
 ================ ===============================================================================================
 
@@ -84,12 +87,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import Iterable, Mapping
 
 LFS_SUFFIXES = (".safetensors", ".bin", ".gguf", ".model")
 CHUNK = 1 << 20
 BODY_FAULTS = frozenset(
-    {"reset", "cut", "stall", "trickle", "short", "long", "corrupt", "ignore_range", "wrong_range", "expire"}
+    {"reset", "cut", "stall", "trickle", "short", "long", "corrupt", "ignore_range", "wrong_range", "chunked", "expire"}
 )
 PLAIN_FAULTS = frozenset({"status", "missing", "unauthorized", "gated", "throttled", "unavailable", "loop", "drop"})
 
@@ -190,6 +194,7 @@ class Hub:
         tokens: Mapping[str, str] | None = None,
         lfs_suffixes: Iterable[str] = LFS_SUFFIXES,
         relative_redirects: bool = False,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self.root = Path(root)
         self.page_size = page_size
@@ -207,7 +212,12 @@ class Hub:
         self._digests: dict[Path, tuple[tuple[int, int, int], str, str]] = {}
         self._servers = [_Server((host, port), _HubHandler, self), _Server((host, cdn_port), _CdnHandler, self)]
         self._threads: list[threading.Thread] = []
-        self.endpoint, self.cdn = (f"http://{host}:{server.server_address[1]}" for server in self._servers)
+        if tls:
+            for server in self._servers:
+                # The greeting is left to the thread of the connection.
+                server.socket = tls.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
+        scheme = "https" if tls else "http"
+        self.endpoint, self.cdn = (f"{scheme}://{host}:{server.server_address[1]}" for server in self._servers)
 
     # Life
 
@@ -465,12 +475,15 @@ class _Handler(BaseHTTPRequestHandler):
 
     # Sending
 
-    def head(self, status: int, headers: Mapping[str, str], length: int) -> None:
+    def head(self, status: int, headers: Mapping[str, str], length: int | None) -> None:
         self.entry_of_log.status = status
         self.send_response(status)
         for name, value in headers.items():
             self.send_header(name, value)
-        self.send_header("Content-Length", str(length))
+        if length is None:
+            self.send_header("Transfer-Encoding", "chunked")
+        else:
+            self.send_header("Content-Length", str(length))
         self.end_headers()
 
     def text(self, status: int, body: str = "", headers: Mapping[str, str] | None = None) -> None:
@@ -571,7 +584,7 @@ class _Handler(BaseHTTPRequestHandler):
         if span is not None:
             shift = 1 if kind == "wrong_range" else 0
             headers["Content-Range"] = f"bytes {begin + shift}-{begin + length - 1 + shift}/{entry.size}"
-        self.head(206 if span is not None else 200, headers, announced)
+        self.head(206 if span is not None else 200, headers, None if kind == "chunked" else announced)
         if self.command == "HEAD":
             return
         with file.open("rb") as stream:
@@ -582,6 +595,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._corrupt(stream, begin, length, options.get("at", 0))
         elif kind == "trickle":
             self._trickle(stream, begin, length, options.get("rate", 1024))
+        elif kind == "chunked":
+            self._chunks(stream, begin, length, options.get("size", 10_000), options.get("after"))
         elif kind in {"reset", "cut", "stall", "expire"}:
             after = min(length, options.get("after", 0))
             self._copy(stream, begin, after)
@@ -627,6 +642,20 @@ class _Handler(BaseHTTPRequestHandler):
             self._copy(stream, offset, min(step, begin + length - offset))
             if self.hub.stopping.wait(step / rate):
                 raise _Abort
+
+    def _chunks(self, stream: Any, begin: int, length: int, size: int, after: int | None) -> None:
+        stream.seek(begin)
+        left = length if after is None else min(length, after)
+        for offset in range(0, length, size):
+            announced = min(size, length - offset)
+            self.wfile.write(b"%x\r\n" % announced)
+            data = stream.read(min(announced, left))
+            left -= len(data)
+            self.write(data)
+            if len(data) < announced:
+                raise _Abort
+            self.wfile.write(b"\r\n")
+        self.wfile.write(b"0\r\n\r\n")
 
     def _drain_then_reset(self) -> None:
         """Reset once the other side has the bytes: a reset makes the kernel throw away what is still on its way."""
