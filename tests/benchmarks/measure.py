@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import shutil
 import subprocess
 import threading
 import time
@@ -167,3 +168,11 @@ def chill(paths: Sequence[Path]) -> None:
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(descriptor)
+
+
+def why_no_namespaces() -> str | None:
+    """Why this machine cannot have hosts of its own behind a link of its own."""
+    if os.geteuid() != 0:
+        return "namespaces need root"
+    absent = [program for program in ("ip", "tc", "unshare") if shutil.which(program) is None]
+    return f"{' and '.join(absent)} not installed" if absent else None

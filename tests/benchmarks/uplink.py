@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ansible_collections.baremetal.kimi_k3.plugins.modules.hf_checkpoint import ARGUMENT_SPEC
-from measure import CommandError
+from measure import CommandError, why_no_namespaces
 from peers import attached
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,14 +38,6 @@ def exchanging(name: str, token: str) -> dict[str, Any]:
     return {
         "exchange": {"address": HOSTS[name], "peer": HOSTS[other], "token": token, "first": name < other},
     }
-
-
-def why_not() -> str | None:
-    """Why this machine cannot do it."""
-    if os.geteuid() != 0:
-        return "namespaces need root"
-    absent = [program for program in ("ip", "tc", "unshare") if shutil.which(program) is None]
-    return f"{' and '.join(absent)} not installed" if absent else None
 
 
 class Network:
@@ -158,7 +150,7 @@ def bench(
 
     The hub serves WORK/hub, over a link that takes SECONDS for all of it once.
     """
-    reason = why_not()
+    reason = why_no_namespaces()
     if reason:
         say(f"\nuplink: not measured, {reason}")
         return {"measured": False, "reason": reason}
@@ -197,4 +189,7 @@ def bench(
         say(f"  peers exchange: not measured, {values['reason']}")
     elif any(row["body_bytes"] > 1.1 * union for row in measured["peers exchange"]):
         raise CommandError(f"with peers the uplink still carried more than the union: {measured['peers exchange']}")
+    alone = measured["each host for itself"]
+    if any(not 1.9 * union <= row["body_bytes"] <= 2.1 * union for row in alone):
+        raise CommandError(f"without peers the uplink did not carry twice the union, so nothing was compared: {alone}")
     return values

@@ -30,6 +30,10 @@ from threading import Event
 import bootstrap
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "tests" / "benchmarks"))
+
+import measure
+
 CACHE = ROOT / ".cache"
 LOGS = CACHE / "logs"
 BIN = Path(sys.executable).parent
@@ -195,8 +199,22 @@ def bench_smoke(log: Log) -> None:
             raise CheckError(f"section {section} has no result of hf_checkpoint")
     if told["plan"]["tensors"] != 497_220 or not all(step["rounds"] for step in told["plan"]["steps"].values()):
         raise CheckError("not all plans were made")
-    for way, rounds in told["uplink"].get("ways", {}).items():
-        log.say(f"{way}: {rounds}")
+    log.say(judge_uplink(told["uplink"], measure.why_no_namespaces()))
+
+
+def judge_uplink(told: dict[str, t.Any], reason: str | None) -> str:
+    """What crossed the uplink, in words. To leave the measurement out takes a reason that is true."""
+    if not told.get("measured"):
+        if reason is None:
+            raise CheckError(f"the uplink was not measured, though this machine can do it ({told.get('reason')})")
+        return f"the uplink was not measured: {reason}"
+    shares = {
+        way: [row["body_bytes"] / told["union_bytes"] for row in rows] for way, rows in told.get("ways", {}).items()
+    }
+    for way, times in (("each host for itself", 2.0), ("peers exchange", 1.0)):
+        if not shares.get(way) or any(abs(share - times) > 0.1 for share in shares[way]):
+            raise CheckError(f"{way}: not {times} times the bytes over the uplink, but {shares.get(way)}")
+    return f"times the bytes over the uplink: {shares}"
 
 
 def build(log: Log) -> None:

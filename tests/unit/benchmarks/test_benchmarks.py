@@ -8,12 +8,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
+sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS.parent / "tools")]
 
+import checks
 import measure
 import peers
 
@@ -53,6 +55,21 @@ def test_wrong_bytes_end_the_benchmark(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("tets")
     with pytest.raises(measure.CommandError):
         peers.sha256sum(repository, tmp_path)
+
+
+def uplink(alone: float, together: float) -> dict[str, Any]:
+    ways = {"each host for itself": [{"body_bytes": alone}], "peers exchange": [{"body_bytes": together}]}
+    return {"measured": True, "union_bytes": 100, "ways": ways}
+
+
+def test_the_smoke_run_judges_what_crossed_the_uplink() -> None:
+    assert "2.0" in checks.judge_uplink(uplink(200, 100), None)
+    assert checks.judge_uplink({"measured": False}, "tc not installed").endswith("not measured: tc not installed")
+    without = uplink(200, 100)
+    del without["ways"]["peers exchange"]
+    for told in ({"measured": False}, {}, uplink(100, 100), uplink(200, 200), without):
+        with pytest.raises(checks.CheckError, match="uplink"):
+            checks.judge_uplink(told, None)
 
 
 def test_ceilings_count_every_byte(tmp_path: Path) -> None:
