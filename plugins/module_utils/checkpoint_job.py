@@ -552,6 +552,7 @@ class Checkpoint:
         final = self._final(entry)
         data = _proven(final, entry)
         if data is None:
+            self._withdraw()
             data, digest = self._read(entry)
             if not self._request.check and not os.path.lexists(final):
                 self._guard()

@@ -72,7 +72,7 @@ options:
       - With V(present), nobody is asked for anything. The files are proven as they are, and the module fails when one
         of them is absent or wrong. For hosts without any way out, and for looking only.
       - No file is then fetched, linked to another revision, or removed, whatever O(keep_revisions) says. Written are
-        only the notes in C(.kimi-k3), C(checkpoint.json) and, with O(scope=stage), the index.
+        only the notes in C(.kimi-k3), C(checkpoint.json), and the index where it is not the one of this plan.
       - When a file is found to be absent or wrong, C(checkpoint.json) is removed, also with V(present), so that nothing
         goes on saying that the directory is proven. A run that finds or makes everything right writes it again. An
         engine that runs does not need it.

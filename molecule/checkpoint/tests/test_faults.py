@@ -177,3 +177,9 @@ def test_full_verification_without_fetching(empty):
     assert result["failed"]
     assert f"{SHARD} has the digest sha256:" in result["msg"]
     assert empty.wrong() == [SHARD]
+    # Preflight and the role serve read this: nothing says any more that the directory is proven.
+    summary = empty.host.file(f"{empty.path}/checkpoint.json")
+    assert not summary.exists
+    assert empty.hold()["replaced"] == [SHARD]
+    assert summary.exists
+    assert empty.wrong() == []

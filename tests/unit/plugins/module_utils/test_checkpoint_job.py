@@ -304,6 +304,18 @@ def test_what_is_not_proven_any_more_is_not_said_to_be(world: Any, change: Any) 
     assert not world.run().changed
 
 
+def test_a_configuration_that_is_gone_is_not_said_to_be_proven_either(world: Any) -> None:
+    world.stage(0)
+    (world.dest / "config.json").unlink()
+    world.hub.fault("missing", path="config.json", times=None)
+    with pytest.raises(HubError, match=r"config\.json"):
+        world.stage(0)
+    assert not (world.dest / "checkpoint.json").exists()
+    world.hub.clear_faults()
+    assert world.stage(0).fetch == ["config.json"]
+    assert (world.dest / "checkpoint.json").exists()
+
+
 def test_what_is_found_wrong_is_told_before_all_is_hashed(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     world.run()
     spoil(world.dest / SHARDS[2])

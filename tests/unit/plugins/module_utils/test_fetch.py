@@ -385,7 +385,7 @@ class Reluctant:
 
     def __init__(self, refusals: int) -> None:
         self.left = refusals
-        self.claims: list[tuple[float, str]] = []
+        self.claims = 0
         self.granted: list[str] = []
         self.lock = threading.Lock()
 
@@ -394,7 +394,7 @@ class Reluctant:
 
     def claim(self, entry: Entry) -> str:
         with self.lock:
-            self.claims.append((time.monotonic(), entry.path))
+            self.claims += 1
             self.left -= 1
             if self.left >= 0:
                 return module_exchange.TAKEN
@@ -405,7 +405,7 @@ class Reluctant:
 def test_a_refused_claim_is_not_made_again_at_once_and_loses_no_place(
     world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_LOOK_AGAIN", 0.2)
+    monkeypatch.setattr(module, "_LOOK_AGAIN", 0.0123)
     world.run()
     entries = sorted((listed(world, name) for name in world.files if name.startswith("model-")), key=lambda e: e.path)
     request = world.request()
@@ -420,11 +420,17 @@ def test_a_refused_claim_is_not_made_again_at_once_and_loses_no_place(
             done=lambda *_: None,
             exchange=exchange,
         )
+        waits: list[float] = []
+        real = fetcher._changed.wait
+
+        def wait(seconds: float, waits: list[float] = waits, real: Any = real) -> bool:
+            waits.append(seconds)
+            return real(seconds)
+
+        fetcher._changed.wait = wait
         fetcher.run([module.Task(entry, str(tmp_path / f"{threads}" / entry.path)) for entry in entries])
-        assert len(exchange.claims) == refusals + len(entries)
-        first, last = exchange.claims[0][0], exchange.claims[refusals][0]
-        # Every thread waits after each refusal: as many rounds of waiting as there were refusals for each of them.
-        assert last - first >= 0.2 * (refusals // threads) * 0.9
+        assert exchange.claims == refusals + len(entries)
+        assert waits.count(module._LOOK_AGAIN) == refusals
         if threads == 1:
             assert exchange.granted == [entry.path for entry in entries]
 
