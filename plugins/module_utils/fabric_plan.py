@@ -8,13 +8,19 @@ from __future__ import annotations
 import typing as t
 
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils import preflight, rdma_facts
-from ansible_collections.baremetal.kimi_k3.plugins.module_utils.launch import environment_file
+from ansible_collections.baremetal.kimi_k3.plugins.module_utils.launch import applicable_environment, environment_file
 
 HEADER = "# Written by the role fabric of baremetal.kimi_k3; changes are lost.\n"
 MODULES_FILE = "/etc/modules-load.d/kimi-k3-fabric.conf"
 SYSCTL_FILE = "/etc/sysctl.d/60-kimi-k3-fabric.conf"
 LIMITS_FILE = "/etc/security/limits.d/60-kimi-k3-fabric.conf"
+GRUB_FILE = "/etc/default/grub.d/60-kimi-k3-fabric.cfg"
 RESERVED = "net.ipv4.ip_local_reserved_ports"
+# Why a kernel parameter is set.
+SYSCTLS = {
+    RESERVED: "The replica listens on these: a port chosen early must still be free after the weights were loaded.",
+    "net.ipv4.ip_local_port_range": "NCCL, Gloo and ZMQ take hundreds of ports that the kernel chooses out of these.",
+}
 # What each module is for; ib_umad stands first because the Fabric Manager's check at its start wants it on NVLink 5.
 MODULES = {
     "ib_umad": "NVLSM and the tools of infiniband-diags",
@@ -48,9 +54,7 @@ def environment(settings: t.Mapping[str, t.Any], look: t.Mapping[str, t.Any]) ->
     for name, value in settings["environment"].items():
         if value is None:
             found.pop(name, None)
-        else:
-            found[name] = str(value)
-    return found
+    return {**found, **applicable_environment(settings["environment"], "0", {})}
 
 
 def gid_index(look: t.Mapping[str, t.Any]) -> int:
@@ -86,11 +90,15 @@ def reserved(current: str | None, ports: t.Sequence[int]) -> str:
 def plan(settings: t.Mapping[str, t.Any], look: t.Mapping[str, t.Any]) -> dict[str, t.Any]:
     """What role fabric has to do on a host.
 
-    C(files) to write (path, content, mode), C(modules) to load now, C(sysctls) to set now, C(packages) to install,
-    C(told), sentences for the operator, and C(environment), which is in one of the files.
+    C(files) to write (path and content), C(modules) to load now, those to load C(later), after the driver, C(sysctls)
+    to set now, C(packages) to install, C(told), sentences for the operator, and C(environment), which is in one of the
+    files.
     """
     rails = int(settings["rail_count"]) > 0
     names = [*MODULES, *(["nvidia_peermem"] if settings["gpudirect"] == "peermem" else [])] if rails else []
+    missing = [name for name in names if name not in look["loaded"]]
+    # Role cuda comes after this one: without the driver there is nothing yet that peermem could be loaded into.
+    later = [name for name in missing if name == "nvidia_peermem" and "nvidia" not in look["loaded"]]
     sysctls = {name: str(value) for name, value in settings["sysctls"].items() if value is not None}
     if settings["reserve_ports"]:
         sysctls[RESERVED] = reserved(look["sysctls"].get(RESERVED), settings["reserve_ports"])
@@ -100,17 +108,26 @@ def plan(settings: t.Mapping[str, t.Any], look: t.Mapping[str, t.Any]) -> dict[s
         comments = [f"# {name}: {MODULES.get(name, 'GPUDirect without dma-buf')}\n{name}\n" for name in names]
         wanted[MODULES_FILE] = HEADER + "".join(comments)
     if sysctls:
-        wanted[SYSCTL_FILE] = HEADER + "".join(f"{name} = {value}\n" for name, value in sorted(sysctls.items()))
+        lines = [
+            f"# {SYSCTLS.get(name, 'fabric_sysctls asks for it.')}\n{name} = {sysctls[name]}\n" for name in sysctls
+        ]
+        wanted[SYSCTL_FILE] = HEADER + "".join(sorted(lines, key=lambda line: line.split("\n")[1]))
     if settings["memlock"]:
         # The unit has its own limit: this one is for people who measure by hand.
         wanted[LIMITS_FILE] = HEADER + "* soft memlock unlimited\n* hard memlock unlimited\n"
     current = look["files"]
+    if settings["iommu"] == "passthrough" and (current.get(GRUB_FILE) or not passes_through(look)):
+        wanted[GRUB_FILE] = (
+            HEADER + "# With an IOMMU that translates, GPUDirect between GPU and adapter is slow or hangs.\n"
+            'GRUB_CMDLINE_LINUX_DEFAULT="$GRUB_CMDLINE_LINUX_DEFAULT iommu=pt"\n'
+        )
     return {
         "environment": variables,
         "files": [
             {"path": path, "content": content} for path, content in wanted.items() if current.get(path) != content
         ],
-        "modules": [name for name in names if name not in look["loaded"]],
+        "modules": [name for name in missing if name not in later],
+        "later": later,
         "sysctls": {
             name: value
             for name, value in sysctls.items()
@@ -143,11 +160,12 @@ def _told(settings: t.Mapping[str, t.Any], look: t.Mapping[str, t.Any]) -> list[
         told.append(
             f"{len(look['acs'])} PCIe bridges redirect traffic between devices to the root: set fabric_acs to disable."
         )
-    if (
-        look["iommu"]["active"]
-        and any(kind.startswith("DMA") for kind in look["iommu"]["types"])
-        and count
-        and not virtual
-    ):
-        told.append("The IOMMU translates: add iommu=pt to the kernel's command line and reboot.")
+    if count and not virtual and look["iommu"]["active"] and not passes_through(look):
+        asked = settings["iommu"] == "passthrough"
+        told.append(f"The IOMMU translates: {'reboot' if asked else 'set fabric_iommu to passthrough, and reboot'}.")
     return told
+
+
+def passes_through(look: t.Mapping[str, t.Any]) -> bool:
+    """Whether no group of devices has an IOMMU in between that translates."""
+    return not any(kind.startswith("DMA") for kind in look["iommu"]["types"])

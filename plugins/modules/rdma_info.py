@@ -60,6 +60,15 @@ options:
     type: list
     elements: str
     default: []
+  wait:
+    description: Seconds to wait at most until the host has as many rails as O(wait_for). Ports of modules that were
+      just loaded come up by and by.
+    type: float
+    default: 0
+  wait_for:
+    description: How many rails to wait for.
+    type: int
+    default: 0
 seealso:
   - module: baremetal.kimi_k3.gpu_info
   - plugin: baremetal.kimi_k3.nccl_hca
@@ -164,6 +173,7 @@ sysctls:
   type: dict
 """
 
+import time
 import typing as t
 
 from ansible.module_utils.basic import AnsibleModule
@@ -213,6 +223,8 @@ def main() -> None:
             "files": {"type": "list", "elements": "path", "default": []},
             "sysctls": {"type": "list", "elements": "str", "default": []},
             "packages": {"type": "list", "elements": "str", "default": []},
+            "wait": {"type": "float", "default": 0},
+            "wait_for": {"type": "int", "default": 0},
             "sys_root": {"type": "path", "default": "/sys"},
             "proc_root": {"type": "path", "default": "/proc"},
             "root": {"type": "path", "default": "/"},
@@ -222,20 +234,25 @@ def main() -> None:
     )
     asked = module.params
     look = Look(module.run_command, asked["sys_root"], asked["proc_root"], asked["command_path"], asked["root"])
-    devices = rdma_look.gather(look)
     virtual = rdma_look.virtualization(look)
     gpus = gpu_look.pci_gpus(look)
-    try:
-        verdict = rdma_facts.judge(
-            devices,
-            gpus,
-            mode=asked["mode"],
-            min_rate=asked["min_rate"],
-            virtual=virtual not in (None, "none"),
-            chosen=asked["rails"],
-        )
-    except ValueError as error:
-        module.fail_json(msg=f"These ports cannot be given to NCCL: {error}")
+    deadline = time.monotonic() + asked["wait"]
+    while True:
+        devices = rdma_look.gather(look)
+        try:
+            verdict = rdma_facts.judge(
+                devices,
+                gpus,
+                mode=asked["mode"],
+                min_rate=asked["min_rate"],
+                virtual=virtual not in (None, "none"),
+                chosen=asked["rails"],
+            )
+        except ValueError as error:
+            module.fail_json(msg=f"These ports cannot be given to NCCL: {error}")
+        if len(verdict["rails"]) >= asked["wait_for"] or time.monotonic() >= deadline:
+            break
+        time.sleep(0.5)
     module.exit_json(
         changed=False,
         devices=devices,

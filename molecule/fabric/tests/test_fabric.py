@@ -44,6 +44,52 @@ def test_a_host_that_is_right_costs_one_execution(replica):
     assert re.findall(r"^rank\d .*changed=(\d+) .*failed=(\d+)", output, re.MULTILINE) == [("0", "0"), ("0", "0")]
 
 
+def test_ports_that_came_with_their_module_are_in_the_first_environment(replica):
+    """What the first run wrote is what the second would: the group is not restarted for a rail that was there."""
+    for rank in replica.ranks:
+        rank.run(
+            f"mv {BASE}/node/sys/class/infiniband {BASE}/node/infiniband; "
+            f"sed -i '/^mlx5_ib /d' {BASE}/node/proc/modules; rm {BASE}/fabric.env"
+        )
+    playbook(CONVERGE)
+    for rank in replica.ranks:
+        assert 'NCCL_IB_HCA="=mlx5_4:1,' in rank.run(f"cat {BASE}/fabric.env")
+    again = playbook(CONVERGE)
+    assert re.findall(r"^rank\d .*changed=(\d+)", again, re.MULTILINE) == ["0", "0"]
+
+
+def test_peermem_is_kept_for_a_driver_that_is_still_to_come(replica):
+    playbook(CONVERGE, "-e", "fabric_gpudirect=peermem")
+    for rank in replica.ranks:
+        assert "nvidia_peermem" in rank.run("cat /etc/modules-load.d/kimi-k3-fabric.conf").splitlines()
+        assert "nvidia_peermem" not in rank.run(f"cat {BASE}/node/proc/modules")
+        assert 'NCCL_DMABUF_ENABLE="0"' in rank.run(f"cat {BASE}/fabric.env")
+    playbook(CONVERGE)
+
+
+def test_the_iommu_passes_through_from_the_next_boot_on(replica):
+    """A group that translates, as on a host booted without iommu=pt; GRUB is a stand-in."""
+    rank = replica.ranks[1]
+    group = f"{BASE}/node/sys/kernel/iommu_groups/7"
+    unit = f"mkdir -p {group} {BASE}/node/sys/class/iommu/dmar0; echo DMA-FQ > {group}/type"
+    try:
+        rank.run(unit)
+        failed = playbook(CONVERGE, "-e", "fabric_iommu=passthrough", expect=2)
+        assert "but update-grub failed on rank1" in " ".join(failed.split())
+        assert not rank.run("ls /etc/default/grub.d/60-kimi-k3-fabric.cfg", check=False)
+        rank.run(f"printf '#!/bin/sh\necho called >> {BASE}/grub\n' > {BASE}/node/bin/update-grub")
+        rank.run(f"chmod +x {BASE}/node/bin/update-grub")
+        output = playbook(CONVERGE, "-e", "fabric_iommu=passthrough")
+        assert "The IOMMU translates: reboot." in " ".join(output.split())
+        assert "iommu=pt" in rank.run("cat /etc/default/grub.d/60-kimi-k3-fabric.cfg")
+        again = playbook(CONVERGE, "-e", "fabric_iommu=passthrough")
+        assert re.findall(r"^rank\d .*changed=(\d+)", again, re.MULTILINE) == ["0", "0"]
+        assert rank.run(f"cat {BASE}/grub") == "called\n"
+    finally:
+        rank.run(f"rm -r {BASE}/node/sys/kernel {BASE}/node/sys/class/iommu/dmar0", check=False)
+        rank.run("rm -f /etc/default/grub.d/60-kimi-k3-fabric.cfg", check=False)
+
+
 def test_a_rail_that_falls_over_is_told_and_left_out(replica):
     rank = replica.ranks[1]
     port = f"{BASE}/node/sys/class/infiniband/mlx5_7/ports/1"
@@ -57,6 +103,8 @@ def test_a_rail_that_falls_over_is_told_and_left_out(replica):
 
 
 def test_access_control_services_are_cleared_by_a_unit_on_request(replica):
+    # Asked for the first time, what would be done can be looked at: there is no unit yet to be started.
+    playbook(CONVERGE, "-e", "fabric_acs=disable", "--check", "--diff")
     output = playbook(CONVERGE, "-e", "fabric_acs=disable")
     assert "failed=1" not in output
     for rank in replica.ranks:
@@ -70,6 +118,7 @@ def test_access_control_services_are_cleared_by_a_unit_on_request(replica):
 @pytest.mark.parametrize(
     ("variable", "sentence"),
     [
+        ("fabric_iommu=off", "value of fabric_iommu must be one of: observe, passthrough"),
         ("fabric_acs=off", "value of fabric_acs must be one of: observe, disable"),
         ("fabric_ofed=doca", "set fabric_doca_repository to the address of its apt repository"),
         ("fabric_rial_count=8", "'fabric_rial_count' is no variable of role fabric: did you mean fabric_rail_count?"),

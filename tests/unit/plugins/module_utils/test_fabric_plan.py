@@ -32,6 +32,7 @@ SETTINGS = {
     "sysctls": {},
     "memlock": True,
     "acs": "observe",
+    "iommu": "observe",
 }
 
 
@@ -105,9 +106,52 @@ def test_what_the_operator_set_wins_and_none_leaves_out(look):
 
 
 def test_peermem(look):
-    plan = planned(look(), gpudirect="peermem")
+    plan = planned(look(loaded=["mlx5_core", "nvidia"]), gpudirect="peermem")
     assert plan["environment"]["NCCL_DMABUF_ENABLE"] == "0"
     assert "nvidia_peermem" in plan["modules"]
+    assert plan["later"] == []
+
+
+def test_peermem_waits_for_a_driver_and_is_kept_for_the_next_boot(look):
+    """Role cuda comes after this one: on a fresh host there is nothing that it could be loaded into."""
+    plan = planned(look(), gpudirect="peermem")
+    assert "nvidia_peermem" not in plan["modules"]
+    assert plan["later"] == ["nvidia_peermem"]
+    files = {file["path"]: file["content"] for file in plan["files"]}
+    assert "nvidia_peermem" in files[fabric_plan.MODULES_FILE].splitlines()
+
+
+def test_every_kernel_parameter_is_written_with_its_reason(look):
+    plan = planned(look(), sysctls={"net.ipv4.ip_local_port_range": "20000 60999", "vm.max_map_count": 262144})
+    content = next(file["content"] for file in plan["files"] if file["path"] == fabric_plan.SYSCTL_FILE)
+    lines = content.splitlines()[1:]
+    assert [line.split(" = ")[0] for line in lines[1::2]] == [
+        "net.ipv4.ip_local_port_range",
+        "net.ipv4.ip_local_reserved_ports",
+        "vm.max_map_count",
+    ]
+    assert lines[0] == "# NCCL, Gloo and ZMQ take hundreds of ports that the kernel chooses out of these."
+    assert all(line.startswith("# ") for line in lines[::2])
+
+
+def test_the_iommu_passes_through_on_request_alone(look):
+    translates = {"active": True, "types": {"DMA-FQ": 40}, "cmdline": []}
+    there = look(iommu=translates)
+    assert not any(file["path"] == fabric_plan.GRUB_FILE for file in planned(there)["files"])
+    assert any("set fabric_iommu to passthrough" in line for line in planned(there)["told"])
+    plan = planned(there, iommu="passthrough")
+    (content,) = [file["content"] for file in plan["files"] if file["path"] == fabric_plan.GRUB_FILE]
+    assert content.splitlines()[-1] == 'GRUB_CMDLINE_LINUX_DEFAULT="$GRUB_CMDLINE_LINUX_DEFAULT iommu=pt"'
+    assert "The IOMMU translates: reboot." in plan["told"]
+    # Before and after the reboot there is nothing more to do, and a host that never translated has nothing at all.
+    for iommu in (translates, {"active": True, "types": {"identity": 40}, "cmdline": ["iommu=pt"]}):
+        again = planned({**there, "iommu": iommu, "files": {fabric_plan.GRUB_FILE: content}}, iommu="passthrough")
+        assert not any(file["path"] == fabric_plan.GRUB_FILE for file in again["files"])
+    assert not any(file["path"] == fabric_plan.GRUB_FILE for file in planned(look(), iommu="passthrough")["files"])
+
+
+def test_booleans_are_written_as_numbers(look):
+    assert planned(look(), environment={"NCCL_IB_DISABLE": False})["environment"]["NCCL_IB_DISABLE"] == "0"
 
 
 def roce(gids):
