@@ -22,15 +22,44 @@ NAMES = {
     ("send_recv", "default"): "send/recv of a pair",
     ("send_recv_at_once", "default"): "send/recv, all pairs at once",
     ("host_to_gpu", "default"): "memory of a host to its GPU",
+    ("gpu_memory", "default"): "memory of a GPU, copied within it",
 }
 
 
+def gate_of(kind: str, algorithm: str) -> str:
+    """The name under which a measurement is gated."""
+    return f"{kind}_ring" if algorithm == "ring" else kind
+
+
+GATES = frozenset(gate_of(*key) for key in NAMES)
+
+
+def applies(kind: str, algorithm: str, shape: t.Mapping[str, t.Any]) -> bool:
+    """Whether hosts of this shape have such a measurement at all."""
+    hosts, local, nccl = int(shape["hosts"]), int(shape["local"]), shape["backend"] == "nccl"
+    if algorithm == "ring" and not nccl:
+        return False
+    return {
+        "rail": hosts > 1 and int(shape["rails"]) > 0,
+        "all_reduce_host": local > 1,
+        "all_reduce_all": hosts > 1,
+        "send_recv": hosts > 1 or local > 1,
+        "send_recv_at_once": hosts > 1,
+        "host_to_gpu": nccl,
+        "gpu_memory": nccl,
+    }[kind]
+
+
 def judge(
-    results: t.Mapping[str, t.Mapping[str, t.Any]], gates: t.Mapping[str, t.Mapping[str, t.Any]]
+    results: t.Mapping[str, t.Mapping[str, t.Any]],
+    gates: t.Mapping[str, t.Mapping[str, t.Any]],
+    shape: t.Mapping[str, t.Any] | None = None,
 ) -> dict[str, t.Any]:
     """Rows with the slowest value of each measurement at its largest message, problems, and lines for a terminal.
 
     C(results) is what each host's test printed, by host; C(gates) is by measurement, C(all_reduce_all_ring) for Ring.
+    With C(shape) (C(hosts), C(local) processes on each, C(backend), declared C(rails)) a gate whose measurement is
+    missing is a problem, unless such hosts have none.
     """
     problems: list[str] = []
     values: dict[tuple[str, str], list[dict[str, t.Any]]] = {}
@@ -46,13 +75,15 @@ def judge(
     rows = []
     for key, name in NAMES.items():
         measured = values.get(key, [])
+        gate = gates.get(gate_of(*key), {})
         if not measured:
+            if shape and applies(*key, shape) and any(float(value) for value in gate.values()):
+                problems.append(f"{name}: not measured, though it has a gate ({gate_of(*key)}).")
             continue
         largest = max(row["bytes"] for row in measured)
         counted = [row for row in measured if row["bytes"] == largest]
         worst = min(counted, key=lambda row: row["value"])
         best = max(counted, key=lambda row: row["value"])
-        gate = gates.get(f"{key[0]}_ring" if key[1] == "ring" else key[0], {})
         rows.append(
             {
                 "measurement": name,

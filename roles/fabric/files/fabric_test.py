@@ -26,12 +26,22 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 
-def load_environment(paths: list[str]) -> None:
-    """What the service would have: NCCL's and Gloo's variables, as the files set them."""
+def load_environment(paths: list[str], given: dict[str, Any]) -> None:
+    """NCCL's and Gloo's variables as the service would have them: those of the files, over them the given ones.
+
+    What a login has of its own (/etc/environment) is taken away, since no service has it. None leaves a variable out.
+    """
+    for name in [name for name in os.environ if re.match(r"(?:NCCL|GLOO)_", name)]:
+        del os.environ[name]
     for path in paths:
         text = Path(path).read_text(encoding="utf-8") if Path(path).is_file() else ""
         for name, value in re.findall(r'(?m)^((?:NCCL|GLOO)_[A-Z0-9_]+)="?([^"\n]*)"?$', text):
             os.environ[name] = value
+    for name, value in given.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = str(int(value)) if isinstance(value, bool) else str(value)
 
 
 def timed(step: Any, settings: dict[str, Any], sync: Any) -> float:
@@ -112,6 +122,11 @@ def _measure(local: int, settings: dict[str, Any], result: dict[str, Any]) -> No
             source = torch.ones(size // 4, dtype=torch.float32, pin_memory=True)
             seconds = timed(partial(data.copy_, source, non_blocking=True), settings, sync)
             note("host_to_gpu", size, seconds, 1.0)
+            copy = torch.empty_like(data)
+            seconds = timed(partial(copy.copy_, data), settings, sync)
+            # Every byte is read and written.
+            note("gpu_memory", size, seconds, 2.0)
+            del source, copy
     dist.destroy_process_group()
 
 
@@ -208,43 +223,50 @@ def torch_run(settings: dict[str, Any], algorithm: str | None) -> dict[str, Any]
         return {"algorithm": algorithm or "default", "processes": results, **told}
 
 
+def rail_turns(hosts: int) -> list[tuple[int, int]]:
+    """Which host connects over its rails to which: each to the next, neighbours that share a host not at the same time.
+
+    A host takes part in at most one pair of even and one of odd number, and all go through them in this order.
+    """
+    return [(first, first + 1) for start in (0, 1) for first in range(start, hosts - 1, 2)]
+
+
 def rail_runs(settings: dict[str, Any]) -> list[dict[str, Any]]:
-    """C(ib_write_bw) over each rail in turn: host 0 listens, host 1 connects."""
+    """C(ib_write_bw) over each rail in turn, for every pair that this host is in: one listens, the other connects."""
     found = []
-    for index, rail in enumerate(settings["rails"]):
-        name, _colon, port = rail.partition(":")
-        words = [
-            "ib_write_bw",
-            "--ib-dev",
-            name,
-            "--ib-port",
-            port or "1",
-            "--port",
-            str(settings["rail_port"] + index),
-        ]
-        words += ["--report_gbits", "--duration", str(settings["rail_seconds"])]
-        row: dict[str, Any] = {"rail": rail, "index": index, "gbit_s": None, "error": None}
-        deadline = time.monotonic() + 30
-        client = settings["host"] > 0
-        while True:
-            try:
-                end = [settings["master"]] if client else []
-                done = subprocess.run([*words, *end], capture_output=True, text=True, timeout=60, check=False)
-            except (OSError, subprocess.TimeoutExpired) as error:
-                row["error"] = str(error)
-                break
-            numbers = re.findall(r"(?m)^\s*\d+\s+\d+\s+[\d.]+\s+([\d.]+)\s+[\d.]+\s*$", done.stdout)
-            if numbers:
-                row["gbit_s"] = float(numbers[-1])
-                break
-            row["error"] = " ".join((done.stderr or done.stdout).split())[-200:] or f"exit status {done.returncode}"
-            # The one that connects may come before the one that listens.
-            if not client or time.monotonic() > deadline:
-                break
-            time.sleep(0.5)
-        row["error"] = None if row["gbit_s"] else row["error"]
-        found.append(row)
+    for listening, connecting in rail_turns(settings["hosts"]):
+        if settings["host"] in (listening, connecting):
+            client = settings["host"] == connecting
+            to = [settings["addresses"][listening]] if client else []
+            for index, rail in enumerate(settings["rails"]):
+                # The one that is to listen may still have all its rails of another pair before it.
+                busy = len(settings["rails"]) * (settings["rail_seconds"] + 10) if listening and not index else 0
+                row = rail_run(rail, index, to, {**settings, "rail_busy": busy})
+                found.append({**row, "peer": listening if client else connecting})
     return found
+
+
+def rail_run(rail: str, index: int, to: list[str], settings: dict[str, Any]) -> dict[str, Any]:
+    """One rail, with the address of the host C(to) connect to, or none to listen."""
+    name, _colon, port = rail.partition(":")
+    words = ["ib_write_bw", "--ib-dev", name, "--ib-port", port or "1", "--port", str(settings["rail_port"] + index)]
+    words += ["--report_gbits", "--duration", str(settings["rail_seconds"])]
+    row: dict[str, Any] = {"rail": rail, "index": index, "gbit_s": None, "error": None}
+    patience = settings.get("rail_patience", 60)
+    deadline = time.monotonic() + patience / 2 + settings.get("rail_busy", 0)
+    while True:
+        try:
+            done = subprocess.run([*words, *to], capture_output=True, text=True, timeout=patience, check=False)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return {**row, "error": str(error)}
+        numbers = re.findall(r"(?m)^\s*\d+\s+\d+\s+[\d.]+\s+([\d.]+)\s+[\d.]+\s*$", done.stdout)
+        if numbers:
+            return {**row, "gbit_s": float(numbers[-1])}
+        told = " ".join((done.stderr or done.stdout).split())[-200:] or f"exit status {done.returncode}"
+        # The one that connects may come before the one that listens.
+        if not to or time.monotonic() > deadline:
+            return {**row, "error": told}
+        time.sleep(0.5)
 
 
 def main() -> int:
@@ -256,10 +278,10 @@ def main() -> int:
     if options.process is not None:
         measure(options.process, settings, settings["folder"])
         return 0
-    load_environment(settings["environment_files"])
+    load_environment(settings["environment_files"], settings["environment"])
     result: dict[str, Any] = {"host": settings["host"], "name": settings["name"], "runs": [], "rails": []}
     if settings["rails"] and settings["hosts"] > 1:
-        result["rails"] = rail_runs(settings) if settings["host"] < 2 else []
+        result["rails"] = rail_runs(settings)
     algorithms = [None, *(["Ring"] if settings["backend"] == "nccl" else [])]
     for index, algorithm in enumerate(algorithms):
         result["runs"].append(torch_run({**settings, "port": settings["port"] + index}, algorithm))

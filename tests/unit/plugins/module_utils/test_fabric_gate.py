@@ -8,6 +8,8 @@ from __future__ import annotations
 import copy
 import importlib.util
 import json
+import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -120,6 +122,50 @@ def test_one_slow_rail_among_eight(pair):
     assert (found["worst"], found["where"], found["status"], found["straggler"]) == (196.0, "a mlx5_3:1", "fail", True)
 
 
+SHAPE = {"hosts": 2, "local": 1, "backend": "nccl", "rails": 0}
+
+
+def test_a_gate_whose_measurement_is_missing_fails(pair):
+    """Silence is no success: the figures of two GPUs as two hosts have no rails, and no copy within a GPU."""
+    assert fabric_gate.judge(pair, GATES, SHAPE)["problems"] == []
+    gates = {**GATES, "gpu_memory": {"warn": 1}}
+    result = fabric_gate.judge(pair, gates, {**SHAPE, "rails": 8})
+    assert result["problems"] == [
+        "one rail: not measured, though it has a gate (rail).",
+        "memory of a GPU, copied within it: not measured, though it has a gate (gpu_memory).",
+    ]
+    assert result["failed"] == 2
+    assert result["lines"][0].startswith("FAIL one rail: not measured")
+    # What nobody gates may be missing.
+    assert fabric_gate.judge(pair, {"rail": {"fail": 0}}, {**SHAPE, "rails": 8})["failed"] == 0
+
+
+@pytest.mark.parametrize(
+    ("shape", "missing"),
+    [
+        ({"hosts": 1, "local": 1, "backend": "nccl", "rails": 8}, ["host_to_gpu", "gpu_memory"]),
+        (
+            {"hosts": 1, "local": 8, "backend": "nccl", "rails": 8},
+            ["all_reduce_host", "all_reduce_host_ring", "send_recv", "host_to_gpu", "gpu_memory"],
+        ),
+        ({"hosts": 2, "local": 1, "backend": "gloo", "rails": 0}, ["all_reduce_all", "send_recv", "send_recv_at_once"]),
+        ({"hosts": 2, "local": 8, "backend": "nccl", "rails": 8}, list(fabric_gate.GATES)),
+    ],
+)
+def test_hosts_are_not_failed_for_what_such_hosts_do_not_have(shape, missing):
+    gates = {name: {"fail": 1} for name in fabric_gate.GATES}
+    problems = fabric_gate.judge({"a": {"rails": [], "runs": []}}, gates, shape)["problems"]
+    assert {problem.split("(")[-1].split(")")[0] for problem in problems} == set(missing)
+
+
+def test_every_measurement_can_be_gated(pair):
+    variables = yaml.safe_load((ROOT / "roles/fabric/vars/main.yml").read_text(encoding="utf-8"))
+    assert set(variables["__fabric_gates"]) == fabric_gate.GATES
+    assert set(GATES) <= fabric_gate.GATES
+    result = fabric_gate.judge({"a": real("one-gpu")["h0"]}, {"host_to_gpu": {"fail": 9999}})
+    assert row(result, "memory of a host to its GPU")["status"] == "fail"
+
+
 def program():
     spec = importlib.util.spec_from_file_location("fabric_test_program", ROOT / "roles/fabric/files/fabric_test.py")
     module = importlib.util.module_from_spec(spec)
@@ -140,3 +186,115 @@ def test_pairs_of_two_hosts_are_the_same_gpu_of_each_alone_and_all_at_once():
         ("send_recv_at_once", [(0, 2), (1, 3)]),
     ]
     assert program().turns(1, 3)[-1] == ("send_recv_at_once", [(1, 2)])
+
+
+def test_every_host_is_in_a_rail_test_and_in_one_at_a_time():
+    turns = program().rail_turns
+    assert turns(1) == []
+    assert turns(2) == [(0, 1)]
+    assert turns(5) == [(0, 1), (2, 3), (1, 2), (3, 4)]
+
+
+STAND_IN = """#!/usr/bin/env python3
+# ib_write_bw between two processes of this machine: who listens makes a file, who connects finds it, or is refused.
+import json, sys, time
+from pathlib import Path
+words = sys.argv[1:]
+known = {"--ib-dev": 1, "--ib-port": 1, "--port": 1, "--report_gbits": 0, "--duration": 1}
+given, rest = {}, []
+while words:
+    word = words.pop(0)
+    if word.startswith("-"):
+        if word not in known:
+            sys.exit("ib_write_bw: invalid option " + word)
+        given[word] = words.pop(0) if known[word] else True
+    else:
+        rest.append(word)
+folder = Path(sys.argv[0]).parent
+# All hosts are in one folder here: a device begins with the last number of its host's address.
+host = rest[0].split(".")[-1] if rest else given["--ib-dev"][0]
+with (folder / "calls").open("a") as calls:
+    calls.write(json.dumps([given["--ib-dev"], given["--ib-port"], given["--port"], rest]) + "\\n")
+mark = folder / ("listens-" + host + "-" + given["--port"])
+if given["--ib-dev"].endswith("broken"):
+    sys.exit("Failed to modify QP to RTR")
+if rest:
+    if not mark.exists():
+        sys.exit("Couldn't connect to " + rest[0] + ":" + given["--port"])
+    mark.unlink()
+else:
+    mark.touch()
+    while mark.exists():
+        time.sleep(0.02)
+print(" #bytes     #iterations    BW peak[Gb/sec]    BW average[Gb/sec]   MsgRate[Mpps]")
+print(" 65536      465000           0.00               391.77              0.747238")
+"""
+
+
+@pytest.fixture
+def perftest(tmp_path, monkeypatch):
+    file = tmp_path / "ib_write_bw"
+    file.write_text(STAND_IN)
+    file.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    settings = {
+        "hosts": 3, "addresses": ["10.0.0.1", "10.0.0.2", "10.0.0.3"], "rail_port": 29520, "rail_seconds": 1,
+        "rail_patience": 20,
+    }  # fmt: skip
+
+    def run(rails, hosts):
+        def one(host):
+            own = [f"{host + 1}{rail}" for rail in rails]
+            return program().rail_runs({**settings, "host": host, "rails": own})
+
+        with ThreadPoolExecutor(len(hosts)) as pool:
+            return list(pool.map(one, hosts))
+
+    run.calls = lambda: [json.loads(line) for line in (tmp_path / "calls").read_text().splitlines()]
+    return run
+
+
+def test_rails_are_measured_between_all_neighbours(perftest):
+    first, second, third = perftest(["mlx5_4:1", "mlx5_5"], [0, 1, 2])
+    assert [(row["rail"], row["peer"], row["gbit_s"], row["error"]) for row in second] == [
+        ("2mlx5_4:1", 0, 391.77, None),
+        ("2mlx5_5", 0, 391.77, None),
+        ("2mlx5_4:1", 2, 391.77, None),
+        ("2mlx5_5", 2, 391.77, None),
+    ]
+    assert [row["peer"] for row in first] == [1, 1]
+    assert [row["peer"] for row in third] == [1, 1]
+    assert all(row["gbit_s"] for row in first + third)
+    calls = perftest.calls()
+    # One port per rail, and the address of whom it connects to.
+    assert {(device[1:], port, number) for device, port, number, _to in calls} == {
+        ("mlx5_4", "1", "29520"),
+        ("mlx5_5", "1", "29521"),
+    }
+    assert {tuple(to) for _device, _port, _number, to in calls} == {(), ("10.0.0.1",), ("10.0.0.2",)}
+
+
+def test_a_rail_that_cannot_be_measured_says_why(perftest):
+    (rows,) = perftest(["broken:1"], [0])
+    assert rows == [{"rail": "1broken:1", "index": 0, "gbit_s": None, "error": "Failed to modify QP to RTR", "peer": 1}]
+
+
+def test_no_tool_to_measure_with_is_a_problem_too(monkeypatch):
+    monkeypatch.setenv("PATH", "/nonexistent")
+    settings = {"rail_port": 1, "rail_seconds": 1}
+    assert "No such file" in program().rail_run("mlx5_4", 0, [], settings)["error"]
+
+
+def test_what_is_measured_has_the_environment_of_the_service_and_no_other(tmp_path, monkeypatch):
+    file = tmp_path / "fabric.env"
+    file.write_text('NCCL_IB_HCA="=mlx5_4:1"\nNCCL_DMABUF_ENABLE="0"\nGLOO_SOCKET_IFNAME="eno1"\nHF_TOKEN="x"\n')
+    monkeypatch.setattr(os, "environ", {"NCCL_P2P_DISABLE": "1", "PATH": "/bin"})
+    given = {"NCCL_DMABUF_ENABLE": None, "NCCL_CUMEM_ENABLE": 1, "NCCL_NVLS_ENABLE": False, "NCCL_IB_HCA": "=mlx5_5:1"}
+    program().load_environment([str(file), str(tmp_path / "none")], given)
+    assert os.environ == {
+        "PATH": "/bin",
+        "NCCL_IB_HCA": "=mlx5_5:1",
+        "GLOO_SOCKET_IFNAME": "eno1",
+        "NCCL_CUMEM_ENABLE": "1",
+        "NCCL_NVLS_ENABLE": "0",
+    }
