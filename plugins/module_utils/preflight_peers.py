@@ -129,12 +129,17 @@ def say(address: str, port: int, message: dict[str, t.Any], timeout: float) -> d
     return {**answer, "offset": offset, "round_trip": back - sent}
 
 
+def unreached(peer: t.Mapping[str, t.Any], error: str | None = None) -> dict[str, t.Any]:
+    """A peer as long as nothing is known of it."""
+    result: dict[str, t.Any] = {"name": peer["name"], "address": peer["address"], "reached": False, "error": error}
+    return {**result, "offset": None, "round_trip": None, "open": [], "closed": {}, "busy": []}
+
+
 def visit(
     peer: t.Mapping[str, t.Any], port: int, message: dict[str, t.Any], deadline: float, pause: float = 0.1
 ) -> dict[str, t.Any]:
     """Reach one peer: the clock's difference, ports that answered, ports that did not and why."""
-    result: dict[str, t.Any] = {"name": peer["name"], "address": peer["address"], "reached": False, "error": None}
-    result.update({"offset": None, "round_trip": None, "open": [], "closed": {}, "busy": []})
+    result = unreached(peer)
     while True:
         left = deadline - time.monotonic()
         try:
@@ -186,7 +191,13 @@ def meet(
     results: list[dict[str, t.Any]] = []
     try:
         if listener.problem:
-            return {"problem": listener.problem, "busy": listener.busy, "peers": [], "absent": []}
+            # Who was not asked is told as one who was not reached: an empty list would say that there are no peers.
+            return {
+                "problem": listener.problem,
+                "busy": listener.busy,
+                "peers": [unreached(peer, listener.problem) for peer in peers],
+                "absent": [peer["name"] for peer in peers],
+            }
         message = {"name": name, "group": group}
         threads = []
         for peer in peers:

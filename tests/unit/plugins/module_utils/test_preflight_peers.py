@@ -122,3 +122,12 @@ def test_hosts_of_two_groups_do_not_answer_each_other(port):
 def test_an_address_that_is_not_ours_is_one_sentence(port):
     result = preflight_peers.meet("a", "192.0.2.1", [], port=port, others=[], group="g", timeout=1)
     assert result["problem"].startswith("this host cannot listen on 192.0.2.1")
+
+
+def test_who_cannot_listen_has_not_reached_its_peers(port):
+    """An empty list would say that there are none, and the check of ports would be skipped."""
+    peer = {"name": "b", "address": ADDRESSES["b"]}
+    result = preflight_peers.meet("a", "192.0.2.1", [peer], port=port, others=[], group="g", timeout=1)
+    assert result["absent"] == ["b"]
+    (told,) = result["peers"]
+    assert (told["name"], told["reached"], told["error"]) == ("b", False, result["problem"])
