@@ -9,11 +9,13 @@ what is not right; no word from it means that all is well. Each has an id by whi
 
 from __future__ import annotations
 
+import json
 import re
 import typing as t
 from dataclasses import dataclass, field
 
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils import gpu_facts, rdma_facts
+from ansible_collections.baremetal.kimi_k3.plugins.module_utils.launch import applicable_environment
 
 FAIL, WARN = "fail", "warn"
 
@@ -48,20 +50,34 @@ XID_FATAL = frozenset(
         154,
     }
 )
-# Environment that must not reach the service, and why.
-FORBIDDEN = {
+# Environment that must not reach the service, and why. Switches do nothing at 0, the others have no harmless value.
+FORBIDDEN_SWITCHES = {
     "NCCL_P2P_DISABLE": "turns NVLink off",
     "NCCL_IB_DISABLE": "turns InfiniBand off",
     "NCCL_SHM_DISABLE": "turns shared memory off",
     "NCCL_IGNORE_NET_MISMATCH": "turns a mismatch between hosts into a silent hang",
+    "CUDA_LAUNCH_BLOCKING": "makes every kernel wait",
+}
+FORBIDDEN = {
     "NCCL_ALGO": "belongs to a measurement",
     "NCCL_PROTO": "belongs to a measurement",
     "NCCL_TOPO_FILE": "replaces what NCCL sees of the machine",
-    "CUDA_LAUNCH_BLOCKING": "makes every kernel wait",
-    "CUDA_VISIBLE_DEVICES": "hides GPUs from the replica",
     "LD_PRELOAD": "puts a foreign library into every process",
 }
 FORBIDDEN_DEBUG = {"NCCL_DEBUG": ("INFO", "TRACE")}
+# Words of a healthy NVLink fabric, by the entry of its health block: what is fine for one is a fault in another.
+NO_FAULT = ("False", "No")
+FABRIC_HEALTH = {
+    "summary": ("Healthy",),
+    "bandwidth": ("Full",),
+    "route_recovery_in_progress": NO_FAULT,
+    "route_unhealthy": NO_FAULT,
+    "access_timeout_recovery": NO_FAULT,
+    "incorrect_configuration": ("None", *NO_FAULT),
+    "partition_assigned": ("True", "Yes"),
+}
+# Packages that unattended-upgrades would break a running replica with: the driver and what must equal it.
+DRIVER_PACKAGE = re.compile(r"nvidia-|libnvidia-|libnvsdm|nvlsm$|cuda-drivers")
 
 CHECKS: dict[str, Check] = {}
 
@@ -73,6 +89,8 @@ class Problem(t.NamedTuple):
     expected: str
     text: str
     remedy: str | None = None
+    # Where one finding of a check is less, or more, than the check usually is.
+    severity: str | None = None
 
 
 @dataclass(frozen=True)
@@ -101,19 +119,37 @@ class Host:
 
     @property
     def serving(self) -> bool:
-        return bool(self.facts["unit"]["active"])
+        """Whether processes of the replica run: not so between two attempts of a unit that is restarted in vain."""
+        return bool(self.facts["unit"]["running"])
+
+    @property
+    def peers(self) -> int:
+        return len(self.facts.get("meeting", {}).get("peers", []))
+
+    @property
+    def fabric_env(self) -> dict[str, tuple[str, str]]:
+        """What role fabric has written, each value with the path of its file."""
+        files = {path: found for path, found in self.facts["environment"].items() if path.endswith("/fabric.env")}
+        return {name: (value, path) for path, found in files.items() for name, value in found.items()}
 
     @property
     def environment(self) -> dict[str, tuple[str, str]]:
-        """Each variable that would reach the service, with its value and where it was set."""
-        found: dict[str, tuple[str, str]] = {}
-        for path, variables in self.facts["environment"].items():
-            for name, value in variables.items():
-                found[name] = (value, path)
-        for name, value in (self.expect.get("environment") or {}).items():
-            if value is not None:
-                found[name] = (str(value), "serve_environment")
+        """Each variable that the next start would have, with its value and where it was set.
+
+        That is what role serve renders: fabric.env, and over it serve_environment, whose None leaves a variable out.
+        The serve.env that is there is an earlier rendering, and would hold the run up that replaces it. What
+        /etc/environment sets reaches who logs in, never a service.
+        """
+        given = self.expect.get("environment") or {}
+        found = {name: value for name, value in self.fabric_env.items() if given.get(name, "") is not None}
+        for name, value in applicable_environment(given, "0", {}).items():
+            found[name] = (value, "serve_environment")
         return found
+
+    @property
+    def version(self) -> str:
+        """The engine's release, empty when there is none yet."""
+        return str(((self.facts["engine"] or {}).get("versions") or {}).get("vllm") or "")
 
     def flag(self, name: str) -> t.Any:
         return (self.expect.get("args") or {}).get(name)
@@ -155,7 +191,7 @@ def wanted(host: Host, needs: str) -> bool:
         "gpus": int(host.expect["gpus"]) > 0,
         "rails": int(host.expect["rails"]) > 0,
         "fabric": int(host.expect["gpus"]) > 0 and bool(host.expect["fabric"]),
-        "peers": len(host.facts.get("meeting", {}).get("peers", [])) > 0,
+        "peers": host.peers > 0,
     }[needs]
 
 
@@ -321,7 +357,10 @@ def _fabric_manager(host: Host) -> t.Iterator[Problem]:
     "NVLink 5 has NVLSM and ib_umad",
     FAIL,
     needs="fabric",
-    looks_at="package nvlsm, module ib_umad, on metal with `preflight_expect_nvlsm`; ports with the subnet manager off",
+    looks_at=(
+        "package nvlsm, module ib_umad, on metal with `preflight_expect_nvlsm`; isSMDisabled (bit 10 of the capability "
+        "mask) of the NVSwitch management ports"
+    ),
     remedy="Install nvlsm and load ib_umad before the Fabric Manager: roles cuda and fabric do. Cloud kernels have the "
     "module in linux-modules-extra.",
 )
@@ -334,8 +373,9 @@ def _nvlsm(host: Host) -> t.Iterator[Problem]:
     if "ib_umad" not in host.facts["gpu"]["modules"]:
         text = f"ib_umad is not loaded on {host.name}: its Fabric Manager's precheck fails."
         yield Problem("not loaded", "ib_umad", text)
-    marked = [device for device in host.facts["rdma"]["devices"] if device["vpd"]["sw_mng"]]
-    if marked and all(device["vpd"]["sm_disabled"] for device in marked):
+    # NVLSM takes a port of a marked function whose subnet manager is not disabled.
+    marked = [port for device in host.facts["rdma"]["devices"] if device["vpd"]["sw_mng"] for port in device["ports"]]
+    if marked and all(port["sm_disabled"] for port in marked):
         text = f"Every NVSwitch management port of {host.name} has its subnet manager disabled."
         yield Problem("all disabled", "one that is not", text, "Ask the vendor of the machine: NVLSM has no port.")
 
@@ -368,12 +408,17 @@ def _fabric_state(host: Host) -> t.Iterator[Problem]:
     remedy="nvidia-smi -q shows the block; too few links or a degraded bandwidth is the vendor's to mend.",
 )
 def _fabric_health(host: Host) -> t.Iterator[Problem]:
-    fine = ("Healthy", "False", "No", "Full", "None", "True", "Yes")
     for gpu in host.gpus:
-        health = {name: word for name, word in gpu["fabric"]["health"].items() if word not in fine}
-        if health:
-            told = ", ".join(f"{name.replace('_', ' ')}: {word}" for name, word in sorted(health.items()))
-            yield Problem(told, "Healthy", f"The fabric of GPU {gpu['index']} on {host.name} says {told}.")
+        health = gpu["fabric"]["health"]
+        bad = {name: word for name, word in health.items() if word not in FABRIC_HEALTH.get(name, (word,))}
+        # An entry that a newer driver adds: what is no fault in any other passes, the rest is for somebody to look at.
+        fine = ("Healthy", "Full", "None", *NO_FAULT)
+        new = {name: word for name, word in health.items() if name not in FABRIC_HEALTH and word not in fine}
+        for found, severity in ((bad, None), (new, WARN)):
+            if found:
+                told = ", ".join(f"{name.replace('_', ' ')}: {word}" for name, word in sorted(found.items()))
+                text = f"The fabric of GPU {gpu['index']} on {host.name} says {told}."
+                yield Problem(told, "Healthy", text, severity=severity)
     cliques = {(gpu["fabric"]["cluster"], gpu["fabric"]["clique"]) for gpu in host.gpus if gpu["fabric"]["state"]}
     if len(cliques) > 1:
         told = ", ".join(f"{cluster}.{clique}" for cluster, clique in sorted(cliques, key=str))
@@ -750,16 +795,22 @@ def _nouveau(host: Host) -> t.Iterator[Problem]:
     "Secure Boot takes the driver's module",
     FAIL,
     needs="gpus",
-    looks_at="the EFI variable SecureBoot, who built the module, 'Key was rejected by service' in the kernel's log",
+    looks_at=(
+        "the EFI variable SecureBoot, who built the module, and the kernel's log where no driver runs: 'Loading of ... "
+        "module ... is rejected', 'unsigned module loading is restricted', 'signed with a trusted key'"
+    ),
     remedy=(
         "Enrol the machine owner's key at the console, use the distribution's signed modules, or turn Secure Boot off."
     ),
 )
 def _secure_boot(host: Host) -> t.Iterator[Problem]:
-    told = host.facts["gpu"]["kernel_log"]["module_rejected"]
-    if told and "Key was rejected" in told:
+    # The kernel names no module when it refuses one: it is the driver's where that is installed and does not run.
+    told, driver = host.facts["module_rejected"], host.facts["gpu"]["driver"]
+    if host.driver is not None:
+        return
+    if told and driver["installed"]:
         yield Problem(told, "accepted", f"The kernel of {host.name} rejects the driver's module: {told}")
-    elif host.facts["secure_boot"] and host.facts["gpu"]["driver"]["dkms"] and host.driver is None:
+    elif host.facts["secure_boot"] and driver["dkms"]:
         text = f"Secure Boot is on at {host.name}, and its driver's module was built there: it needs an enrolled key."
         yield Problem("Secure Boot, DKMS", "a signed module", text)
 
@@ -804,13 +855,19 @@ def _apt_pins(host: Host) -> t.Iterator[Problem]:
     if moving:
         text = f"The next apt upgrade would move the driver of {host.name} to another branch: {'; '.join(moving[:3])}."
         yield Problem(moving[0], "pinned or held", text)
-    automatic = "unattended-upgrades" in installed
-    covered = any(re.search(r"nvidia", pattern) for pattern in packages["unattended_exclusions"])
-    if automatic and not covered and not held & set(installed):
+    # A hold on one package keeps the others as little as an exclusion of one does.
+    loose = [
+        name
+        for name in sorted(installed)
+        if DRIVER_PACKAGE.match(name) and name not in held and not _excluded(name, packages["unattended_exclusions"])
+    ]
+    if "unattended-upgrades" in installed and loose:
+        more = f" and {len(loose) - 3} more" if len(loose) > 3 else ""
+        told = f"{', '.join(loose[:3])}{more}"
         text = (
-            f"unattended-upgrades may move the driver of {host.name} while it serves: it excludes nothing of NVIDIA's."
+            f"unattended-upgrades may move the driver of {host.name} while it serves: {told} is not excluded or held."
         )
-        yield Problem("not excluded", "excluded or held", text)
+        yield Problem(told, "excluded or held", text)
     all_pinned = [pin for pin in packages["preferences"] if pin["package"] == "*" and pin["priority"].isdigit()]
     strong = [pin for pin in all_pinned if int(pin["priority"]) > 1000]
     ours = [pin for pin in packages["preferences"] if "nvidia" in pin["package"]]
@@ -820,6 +877,17 @@ def _apt_pins(host: Host) -> t.Iterator[Problem]:
             "outranks NVIDIA's pin."
         )
         yield Problem(strong[0]["priority"], "<= 1000", text)
+
+
+def _excluded(name: str, patterns: t.Iterable[str]) -> bool:
+    """Whether unattended-upgrades leaves a package alone: its patterns are regular expressions for the beginning."""
+    for pattern in patterns:
+        try:
+            if re.match(pattern, name):
+                return True
+        except re.error:
+            continue
+    return False
 
 
 # InfiniBand
@@ -1022,7 +1090,7 @@ def _acs(host: Host) -> t.Iterator[Problem]:
     "NCCL_IB_HCA names the rails",
     FAIL,
     needs="rails",
-    looks_at="the value that would reach the service, against the verdict over the ports",
+    looks_at="the value that would reach the service, against the verdict over the ports; that there is one",
     remedy=(
         "Leave it to role fabric, or correct it: a name without '=' also takes every longer name that begins like it."
     ),
@@ -1030,6 +1098,11 @@ def _acs(host: Host) -> t.Iterator[Problem]:
 def _nccl_hca(host: Host) -> t.Iterator[Problem]:
     value, path = host.environment.get("NCCL_IB_HCA", ("", ""))
     if not value:
+        # Before anything was installed nobody can have written it.
+        if host.expect["installed"] or any(file.endswith("/fabric.env") for file in host.facts["environment"]):
+            expected = host.facts["rdma"]["verdict"]["nccl_ib_hca"] or "the rails"
+            text = f"NCCL_IB_HCA is not set on {host.name}: NCCL takes every active port, those of the NVSwitches too."
+            yield Problem("not set", expected, text, "Run playbooks/prepare.yml: role fabric writes it.")
         return
     for error in rdma_facts.hca_errors(value, host.facts["rdma"]["verdict"]):
         text = f"NCCL_IB_HCA of {host.name} is '{value}' ({path}): {error}."
@@ -1041,9 +1114,9 @@ def _nccl_hca(host: Host) -> t.Iterator[Problem]:
 
 @check(
     "cpu-memory",
-    "Processors, memory, NUMA nodes",
+    "Processors, memory, NUMA nodes, NVMe drives",
     WARN,
-    looks_at="counts, against `preflight_expect_cpus`, `_memory_gib` and `_numa_nodes`",
+    looks_at="counts, against `preflight_expect_cpus`, `_memory_gib`, `_numa_nodes` and `_nvme`",
     remedy="Look for a memory module or a socket that is missing; a guest needs its NUMA nodes passed through.",
 )
 def _cpu_memory(host: Host) -> t.Iterator[Problem]:
@@ -1052,6 +1125,7 @@ def _cpu_memory(host: Host) -> t.Iterator[Problem]:
         ("cpus", seen["cpus"], "processors"),
         ("memory_gib", seen["memory_mib"] // 1024, "GiB of memory"),
         ("numa_nodes", seen["numa_nodes"], "NUMA nodes"),
+        ("nvme", seen["nvme"], "NVMe drives"),
     ):
         expected = int(host.expect[key])
         if value < expected:
@@ -1063,7 +1137,8 @@ def _cpu_memory(host: Host) -> t.Iterator[Problem]:
     "Disk of the checkpoint",
     FAIL,
     looks_at=(
-        "kind of the file system that really holds the path, free room and inodes; nothing is needed once it is proven"
+        "kind of the file system that really holds the path, free room and inodes; nothing is needed once it is "
+        "proven; that it can be read at all"
     ),
     remedy="Point checkpoint_root to a file system on a disk with room: a directory below /var can be a small tmpfs.",
 )
@@ -1071,11 +1146,15 @@ def _checkpoint_disk(host: Host) -> t.Iterator[Problem]:
     disk = host.facts["storage"]
     if disk is None:
         return
+    if disk["error"]:
+        text = f"{disk['path']} of {host.name} cannot be read: {disk['error']}."
+        remedy = "Look at the disk or its server; a stale mount (ESTALE) must be unmounted and mounted again."
+        yield Problem(disk["error"], "readable", text, remedy)
     if disk["type"] in ("tmpfs", "ramfs"):
         text = f"{disk['path']} of {host.name} lies on a {disk['type']} of {disk['size_gib']} GiB, in memory."
         yield Problem(disk["type"], "a disk", text)
     needed = 0 if host.facts["checkpoint"] else int(host.expect["checkpoint_gib"])
-    if disk["free_gib"] < needed:
+    if disk["free_gib"] is not None and disk["free_gib"] < needed:
         text = f"{disk['mount']} of {host.name} has {disk['free_gib']} GiB free, the checkpoint needs {needed}."
         yield Problem(f"{disk['free_gib']} GiB", f">= {needed} GiB", text)
     if disk["inodes_free"] is not None and disk["inodes_free"] < 10000:
@@ -1104,7 +1183,7 @@ def _read_rate(host: Host) -> t.Iterator[Problem]:
     "checkpoint",
     "Checkpoint is there and complete",
     WARN,
-    looks_at="checkpoint.json, and every file that the index beside it names",
+    looks_at="checkpoint.json; every file that the index beside it names is there and as long as its receipt says",
     remedy="Run playbooks/fetch.yml: it proves every file by digest.",
 )
 def _checkpoint(host: Host) -> t.Iterator[Problem]:
@@ -1118,6 +1197,10 @@ def _checkpoint(host: Host) -> t.Iterator[Problem]:
             f"{len(seen['missing'])} files of the checkpoint are gone on {host.name}: {', '.join(seen['missing'][:3])}."
         )
         yield Problem(f"{len(seen['missing'])} missing", "none missing", text)
+    if seen is not None and seen["short"]:
+        told = ", ".join(seen["short"][:3])
+        text = f"{len(seen['short'])} files of the checkpoint on {host.name} have another size than was proven: {told}."
+        yield Problem(f"{len(seen['short'])} of another size", "as proven", text)
 
 
 @check(
@@ -1125,7 +1208,8 @@ def _checkpoint(host: Host) -> t.Iterator[Problem]:
     "Engine is there and can compile",
     WARN,
     looks_at=(
-        "the engine's receipt; nvcc of a toolkit or a wheel, or FlashInfer's compiled kernels, where there are GPUs"
+        "the engine's receipt; nvcc of a toolkit or a wheel with ninja, or FlashInfer's compiled kernels, in its own "
+        "version, where there are GPUs"
     ),
     remedy=(
         "Run playbooks/engine.yml; for FlashInfer install the toolkit (cuda_toolkit: true) or its cubin "
@@ -1143,6 +1227,14 @@ def _engine(host: Host) -> t.Iterator[Problem]:
     if int(host.expect["gpus"]) and engine["flashinfer"] and not engine["cubins"] and not compiles:
         text = f"{host.name} has FlashInfer, but neither nvcc nor its compiled kernels: its first start cannot compile."
         yield Problem("no nvcc", "nvcc or cubins", text)
+    elif int(host.expect["gpus"]) and engine["flashinfer"] and not engine["cubins"] and not engine["ninja"]:
+        text = f"{host.name} has nvcc, but no ninja, by which FlashInfer calls it: its first start cannot compile."
+        yield Problem("no ninja", "ninja or cubins", text, "Put ninja into the engine's lock, or install ninja-build.")
+    own, others = engine["flashinfer"], engine["flashinfer_parts"]
+    unlike = [f"{name} {version}" for name, version in sorted(others.items()) if own and version != own]
+    if unlike:
+        text = f"FlashInfer of {host.name} is {own}, but its compiled kernels are {', '.join(unlike)}: it refuses them."
+        yield Problem(", ".join(unlike), own, text, "Lock all parts of FlashInfer to one version.")
 
 
 @check(
@@ -1229,7 +1321,7 @@ def _memlock(host: Host) -> t.Iterator[Problem]:
     "shm",
     "/dev/shm",  # noqa: S108 - a title
     FAIL,
-    looks_at="free room, against `preflight_expect_shm_gib`, and what earlier runs left there",
+    looks_at="free room, against `preflight_expect_shm_mib`, and what earlier runs left there",
     remedy="Remove nccl-* and psm_* files that no process has open; mount -o remount,size=... /dev/shm.",
 )
 def _shm(host: Host) -> t.Iterator[Problem]:
@@ -1290,6 +1382,7 @@ def _ports(host: Host) -> t.Iterator[Problem]:
     meeting = host.facts["meeting"]
     if meeting["problem"]:
         yield Problem(meeting["problem"], "listening", f"{host.name}: {meeting['problem']}.")
+        return
     for peer in meeting["peers"]:
         if not peer["reached"]:
             text = f"{host.name} does not reach {peer['name']} at {peer['address']}: {peer['error']}."
@@ -1305,14 +1398,18 @@ def _ports(host: Host) -> t.Iterator[Problem]:
     "The replica's ports are free",
     FAIL,
     needs="peers",
-    looks_at="whether something else listens on them while the replica does not run",
+    looks_at="whether something that is not of the replica's unit listens on them",
     remedy="ss -ltnp tells who; stop it, or choose other serve_*_port values.",
 )
 def _ports_taken(host: Host) -> t.Iterator[Problem]:
-    busy = host.facts["meeting"]["busy"]
-    if busy and not host.serving:
-        told = ", ".join(map(str, busy))
-        yield Problem(told, "free", f"Something else listens on {told} of {host.name}, and the replica does not run.")
+    # While the replica runs, its ports are busy by right: only what is known to be another's is told.
+    owners = host.facts["listeners"]
+    foreign = [port for port in host.facts["meeting"]["busy"] if owners.get(str(port), host.serving) is False]
+    if foreign:
+        told = ", ".join(map(str, foreign))
+        state = "is not the replica" if host.serving else "the replica does not run"
+        text = f"Something else listens on {told} of {host.name}, and {state}."
+        yield Problem(told, "free", text)
 
 
 @check(
@@ -1320,22 +1417,29 @@ def _ports_taken(host: Host) -> t.Iterator[Problem]:
     "No environment that breaks the service",
     FAIL,
     looks_at=(
-        "/etc/environment, serve.env, fabric.env and serve_environment: debugging crutches, names of "
-        "interfaces that are "
-        "not there, allocator settings that pipelines cannot have"
+        "what the next start would have, fabric.env and over it serve_environment: debugging crutches, hidden GPUs, "
+        "names of interfaces that are not there, allocator settings that pipelines cannot have; /etc/environment, "
+        "which no service reads but every measurement by hand, is a warning"
     ),
     remedy="Take the variable out where it was set.",
 )
 def _environment(host: Host) -> t.Iterator[Problem]:
     interfaces = host.facts["rdma"]["interfaces"]
-    for name, (value, path) in sorted(host.environment.items()):
-        if name in FORBIDDEN and value not in ("", "0"):
-            text = f"{name}={value} is set on {host.name} ({path}): it {FORBIDDEN[name]}."
-            yield Problem(f"{name}={value}", "not set", text)
-        if value.upper() in FORBIDDEN_DEBUG.get(name, ()):
-            yield Problem(
-                f"{name}={value}", "WARN", f"{name}={value} is set on {host.name} ({path}): it floods the log."
+    for name, value in sorted(host.facts["environment"].get("/etc/environment", {}).items()):
+        reason = _forbidden(host, name, value)
+        if reason:
+            text = (
+                f"{name}={value} is set for everybody on {host.name} and changes what is measured by hand: it {reason}."
             )
+            yield Problem(f"{name}={value}", "not set", text, "Take it out of /etc/environment.", WARN)
+        if name == "ARCH":
+            text = f"ARCH={value} is set for everybody on {host.name}: building kernel modules fails with it."
+            yield Problem(f"ARCH={value}", "not set", text, "Take it out of /etc/environment.", WARN)
+    for name, (value, path) in sorted(host.environment.items()):
+        reason = _forbidden(host, name, value)
+        if reason:
+            text = f"{name}={value} is set on {host.name} ({path}): it {reason}."
+            yield Problem(f"{name}={value}", "WARN" if name in FORBIDDEN_DEBUG else "not set", text)
         if name == "PYTORCH_CUDA_ALLOC_CONF" and "expandable_segments" in value:
             text = f"{name}={value} is set on {host.name} ({path}): expandable segments fail with pipeline parallelism."
             yield Problem(value, "not set", text)
@@ -1349,9 +1453,21 @@ def _environment(host: Host) -> t.Iterator[Problem]:
             if plain and "," not in plain and not there:
                 text = f"{name}={value} on {host.name} ({path}), which has no such interface."
                 yield Problem(value, ", ".join(sorted(interfaces)), text)
-        if name == "ARCH" and path == "/etc/environment":
-            text = f"ARCH={value} is set for everybody on {host.name}: building kernel modules fails with it."
-            yield Problem(f"ARCH={value}", "not set", text)
+
+
+def _forbidden(host: Host, name: str, value: str) -> str | None:
+    """Why a variable must not have this value; None where it may."""
+    if name in FORBIDDEN_SWITCHES:
+        return FORBIDDEN_SWITCHES[name] if value not in ("", "0") else None
+    if name in FORBIDDEN:
+        return FORBIDDEN[name] if value else None
+    if value.upper() in FORBIDDEN_DEBUG.get(name, ()):
+        return "floods the log"
+    if name == "CUDA_VISIBLE_DEVICES":
+        # A list that names all of them hides none; an empty one hides all.
+        named = {word.strip() for word in value.split(",") if re.match(r"\d|GPU-", word.strip())}
+        return "hides GPUs from the replica" if len(named) < int(host.expect["gpus"]) else None
+    return None
 
 
 @check(
@@ -1373,21 +1489,47 @@ def _nccl_conf(host: Host) -> t.Iterator[Problem]:
     WARN,
     needs="gpus",
     looks_at=(
-        "serve_args and serve_environment, against what is known of K3, TP x PP over two hosts without "
-        "NVLink between them"
+        "serve_args and what the environment is in effect, defaults of the engine's release included, against what is "
+        "known of K3, TP x PP over two hosts without NVLink between them"
     ),
     remedy="The profile lambda has values that start; change one at a time.",
 )
 def _launch(host: Host) -> t.Iterator[Problem]:
-    environment = {name: value for name, (value, _path) in host.environment.items()}
-    version = str(((host.facts["engine"] or {}).get("versions") or {}).get("vllm") or "")
-    release = gpu_facts.release_of(version)
-    if environment.get("VLLM_ALLREDUCE_USE_FLASHINFER") == "1":
-        text = "VLLM_ALLREDUCE_USE_FLASHINFER=1: FlashInfer's all-reduce hangs between hosts that share no NVLink."
-        yield Problem("1", "0", f"{host.name}: {text}", "Set VLLM_ALLREDUCE_USE_FLASHINFER to 0.")
-    if environment.get("VLLM_USE_V2_MODEL_RUNNER") == "1" and release and release < (0, 28):
-        text = f"VLLM_USE_V2_MODEL_RUNNER=1 with vLLM {version}: the first request of a pipeline ends in an IndexError."
-        yield Problem("1", "0", f"{host.name}: {text}", "Set VLLM_USE_V2_MODEL_RUNNER to 0, or use vLLM 0.28 or newer.")
+    version, release = host.version, gpu_facts.release_of(host.version)
+    # What is not set is what the release takes it for; where there is no engine yet, nobody knows.
+    across = host.peers > 0
+    flashinfer = _switch(host, "VLLM_ALLREDUCE_USE_FLASHINFER", release >= (0, 29))
+    passes = _mapping(_mapping(host.flag("compilation-config")).get("pass_config"))
+    fused = passes.get("fuse_allreduce_rms")
+    if across and flashinfer and fused is not False:
+        text = "FlashInfer's all-reduce hangs between hosts that share no NVLink."
+        known = "VLLM_ALLREDUCE_USE_FLASHINFER" in host.environment
+        told = "VLLM_ALLREDUCE_USE_FLASHINFER is on" if known else f"vLLM {version} turns it on unless told otherwise"
+        remedy = "Set VLLM_ALLREDUCE_USE_FLASHINFER to 0."
+        yield Problem("1" if known else "not set", "0", f"{host.name}: {text} {told}.", remedy)
+    if across and fused is True:
+        text = "fuse_allreduce_rms hung at autotuning and graph capture with a pipeline of tensor-parallel stages."
+        yield Problem("true", "false", f"{host.name}: {text}", "Leave fuse_allreduce_rms out, or set it to false.")
+    if release and release < (0, 28) and _switch(host, "VLLM_USE_V2_MODEL_RUNNER", release >= (0, 27)):
+        known = "VLLM_USE_V2_MODEL_RUNNER" in host.environment
+        text = f"VLLM_USE_V2_MODEL_RUNNER {'is on' if known else 'not set is on for K3'} with vLLM {version}: "
+        text += "the first request of a pipeline ends in an IndexError."
+        remedy = "Set VLLM_USE_V2_MODEL_RUNNER to 0, or use vLLM 0.28 or newer."
+        yield Problem("1" if known else "not set", "0", f"{host.name}: {text}", remedy)
+    limit = host.environment.get("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", ("", ""))[0]
+    if limit.isdigit() and int(limit) < 300:
+        text = (
+            f"VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS={limit}: a step that compiles kernels takes longer, and ends it all."
+        )
+        yield Problem(limit, ">= 300", f"{host.name}: {text}", "Leave it out (300), or set it to 1800.")
+    offload = [name for name in ("kv-offloading-size", "kv-offloading-backend") if host.flag(name)]
+    if "offload" in json.dumps(host.flag("kv-transfer-config") or "").lower():
+        offload.append("kv-transfer-config")
+    if across and offload:
+        text = (
+            f"{', '.join(offload)}: offloading the cache to the host's memory crashed in a pipeline (batched memcpy)."
+        )
+        yield Problem("set", "not set", f"{host.name}: {text}", "Leave offloading out until a long run has proven it.")
     if host.expect.get("args") is not None and not host.flag("disable-custom-all-reduce"):
         text = "without --disable-custom-all-reduce a start can hang on two hosts with 8 B200."
         yield Problem("not set", "true", f"{host.name}: {text}", "Set disable-custom-all-reduce: true in serve_args.")
@@ -1398,6 +1540,22 @@ def _launch(host: Host) -> t.Iterator[Problem]:
     if host.flag("speculative-config") and release and release < (0, 31):
         text = f"speculative decoding with a pipeline is refused by vLLM {version}."
         yield Problem("set", "not set", f"{host.name}: {text}", "Leave speculative-config out, or upgrade.")
+
+
+def _switch(host: Host, name: str, default: bool) -> bool:
+    """Whether one of vLLM's switches is on: a whole number that is not 0, or its default."""
+    value = host.environment.get(name, ("", ""))[0].strip()
+    return default if not value else value not in ("0", "00")
+
+
+def _mapping(value: t.Any) -> t.Mapping[str, t.Any]:
+    """A flag that is a mapping, given as one or as JSON."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            return {}
+    return value if isinstance(value, dict) else {}
 
 
 # Hosts against each other
@@ -1619,7 +1777,7 @@ def _told(value: t.Any) -> str:
 
 def _row(one: Check, host: Host, problem: Problem, name: str) -> dict[str, t.Any]:
     reason = (host.expect.get("waivers") or {}).get(one.id)
-    severity = (host.expect.get("severities") or {}).get(one.id, one.severity)
+    severity = (host.expect.get("severities") or {}).get(one.id, problem.severity or one.severity)
     return {
         "check": one.id,
         "host": name,

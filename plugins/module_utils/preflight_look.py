@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -14,6 +15,7 @@ import typing as t
 
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils import gpu_facts, gpu_look, rdma_facts, rdma_look
 from ansible_collections.baremetal.kimi_k3.plugins.module_utils.host_look import Look
+from ansible_collections.baremetal.kimi_k3.plugins.module_utils.listing import PRIVATE_DIR
 
 SYSCTLS = (
     "net.ipv4.ip_local_port_range",
@@ -21,10 +23,16 @@ SYSCTLS = (
     "vm.max_map_count",
     "kernel.numa_balancing",
 )
+# How the kernel says that it refuses a module: without its name. What modprobe says of it is in no log of the kernel.
+REJECTED = re.compile(
+    r"Loading of .*module.* is rejected|unsigned module loading is restricted"
+    r"|PKCS#7 signature not signed with a trusted key"
+)
 # Environment that changes what the replica does without anybody having asked it to.
 NCCL_FILES = ("/etc/nccl.conf", "/root/.nccl.conf")
 SECURE_BOOT = "firmware/efi/efivars/SecureBoot-8be4df61-93ca-11d2-aa0d-00e098032b8c"
 KNOWN_NAMES = re.compile(r"(?!.*(?:KEY|TOKEN|SECRET|PASS))(?:NCCL_|GLOO_|VLLM_|CUDA_|PYTORCH_|TORCH_|UCX_|LD_|ARCH$)")
+FLASHINFER_PARTS = ("flashinfer-cubin", "flashinfer-jit-cache")
 READ_LIMIT = 512 << 20
 READ_SECONDS = 2.0
 
@@ -41,6 +49,7 @@ def host(look: Look) -> dict[str, t.Any]:
         "cpus": os.cpu_count() or 0,
         "memory_mib": int(memory[1]) // 1024 if memory else 0,
         "numa_nodes": len(nodes) or 1,
+        "nvme": len([name for name in look.names(look.sys("class/nvme")) if re.fullmatch(r"nvme\d+", name)]),
         "clocksource": look.text(look.sys("devices/system/clocksource/clocksource0/current_clocksource")),
         "synchronized": synchronized(look),
         "iommu": rdma_look.iommu(look),
@@ -78,7 +87,7 @@ def shared_memory(path: str = "/dev/shm") -> dict[str, t.Any]:  # noqa: S108 - l
     except OSError as error:
         return {"size_mib": 0, "free_mib": 0, "stale": [], "error": str(error)}
     stale = []
-    for name in sorted(os.listdir(path)):
+    for name in Look.names(path):
         if name.startswith(("nccl-", "psm_", "torch_", "sem.mp-")):
             try:
                 size = os.stat(os.path.join(path, name)).st_size
@@ -94,24 +103,39 @@ def shared_memory(path: str = "/dev/shm") -> dict[str, t.Any]:  # noqa: S108 - l
 
 
 def storage(look: Look, path: str | None, measure: bool) -> dict[str, t.Any] | None:
-    """The file system that holds the checkpoint, or will: its kind, room, and the rate of a cold read."""
+    """The file system that holds the checkpoint, or will: its kind, room, and the rate of a cold read.
+
+    A disk that breaks and a mount whose server has forgotten it (EIO, ESTALE) are what is looked for, not an end of it.
+    """
     if not path:
         return None
     there = path
     while not os.path.isdir(there) and there != "/":
         there = os.path.dirname(there)
-    room = os.statvfs(there)
     mount = mount_of(there, look.text(look.proc("self/mountinfo"), 1 << 22) or look.text("/proc/self/mountinfo") or "")
-    return {
+    found: dict[str, t.Any] = {
         "path": path,
         "mount": mount["point"],
         "type": mount["type"],
         "device": mount["device"],
-        "free_gib": room.f_bavail * room.f_frsize >> 30,
-        "size_gib": room.f_blocks * room.f_frsize >> 30,
-        "inodes_free": room.f_favail if room.f_files else None,
-        "read_mb_s": read_rate(path) if measure else None,
+        "free_gib": None,
+        "size_gib": None,
+        "inodes_free": None,
+        "read_mb_s": None,
+        "error": None,
     }
+    try:
+        # A path that fails otherwise than by not being there would be taken for one that is still to be made.
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            os.stat(path)
+        room = os.statvfs(there)
+        found["free_gib"] = room.f_bavail * room.f_frsize >> 30
+        found["size_gib"] = room.f_blocks * room.f_frsize >> 30
+        found["inodes_free"] = room.f_favail if room.f_files else None
+        found["read_mb_s"] = read_rate(path) if measure else None
+    except OSError as error:
+        found["error"] = error.strerror or str(error)
+    return found
 
 
 def mount_of(path: str, mountinfo: str) -> dict[str, str]:
@@ -129,15 +153,18 @@ def mount_of(path: str, mountinfo: str) -> dict[str, str]:
 
 
 def read_rate(path: str) -> int | None:
-    """Megabytes per second of reading the largest shard with an empty cache; None without a file large enough."""
+    """Megabytes per second of reading the largest shard with an empty cache; None without a file large enough.
+
+    Raises OSError when what is there cannot be read.
+    """
     try:
-        entries = [entry for entry in os.scandir(path) if entry.is_file() and entry.name.endswith(".safetensors")]
-        largest = max(entries, key=lambda entry: entry.stat().st_size)
-        if largest.stat().st_size < READ_LIMIT:
-            return None
-        descriptor = os.open(largest.path, os.O_RDONLY)
-    except (OSError, ValueError):
+        entries = [entry for entry in os.scandir(path) if entry.name.endswith(".safetensors") and entry.is_file()]
+    except (FileNotFoundError, NotADirectoryError):
         return None
+    largest = max(entries, key=lambda entry: entry.stat().st_size, default=None)
+    if largest is None or largest.stat().st_size < READ_LIMIT:
+        return None
+    descriptor = os.open(largest.path, os.O_RDONLY)
     try:
         os.posix_fadvise(descriptor, 0, READ_LIMIT, os.POSIX_FADV_DONTNEED)
         start, total = time.monotonic(), 0
@@ -154,14 +181,53 @@ def read_rate(path: str) -> int | None:
 
 def unit(look: Look, name: str) -> dict[str, t.Any]:
     """State of the replica's unit, and the limits that it would start with."""
-    out = look.output("systemctl", "show", "--property", "LoadState,ActiveState,LimitMEMLOCK,ControlGroup", "--", name)
-    told = fields(out)
+    words = "LoadState,ActiveState,SubState,LimitMEMLOCK,ControlGroup"
+    told = fields(look.output("systemctl", "show", "--property", words, "--", name))
+    active = told.get("ActiveState") in ("active", "activating", "reloading", "deactivating")
     return {
         "loaded": told.get("LoadState") == "loaded",
-        "active": told.get("ActiveState") in ("active", "activating", "reloading", "deactivating"),
+        "active": active,
+        # Between two attempts of a start that fails again and again the unit is active, and nothing of it runs.
+        "running": active and not (told.get("SubState") or "").startswith("auto-restart"),
         "memlock": told.get("LimitMEMLOCK"),
         "cgroup": told.get("ControlGroup") or None,
     }
+
+
+def listeners(look: Look, ports: t.Iterable[int], own: str | None) -> dict[str, bool]:
+    """Of each of these ports that something listens on whether it is a process of this control group.
+
+    Empty where that cannot be told: no such group, or a host that does not show it.
+    """
+    members: set[str] = set()
+    base = look.sys("fs/cgroup" + own) if own else ""
+    for folder, _folders, files in os.walk(base) if base else ():
+        if "cgroup.procs" in files:
+            members |= set((look.text(os.path.join(folder, "cgroup.procs")) or "").split())
+    sockets = set()
+    for process in members:
+        folder = look.proc(process, "fd")
+        for name in look.names(folder):
+            with contextlib.suppress(OSError):
+                sockets.add(os.readlink(os.path.join(folder, name)))
+    if not sockets:
+        return {}
+    found: dict[str, bool] = {}
+    wanted = {int(port) for port in ports}
+    for table in ("self/net/tcp", "self/net/tcp6"):
+        for line in (look.text(look.proc(table), 1 << 24) or "").splitlines()[1:]:
+            # sl, local address, remote address, state (0A listens), queues, timer, retransmits, user, timeout, inode
+            words = line.split()
+            if len(words) > 9 and words[3] == "0A" and (port := int(words[1].rpartition(":")[2], 16)) in wanted:
+                found[str(port)] = found.get(str(port), True) and f"socket:[{words[9]}]" in sockets
+    return found
+
+
+def module_rejected(look: Look) -> str | None:
+    """The kernel's line about a module that it refuses, since boot."""
+    out = look.output("journalctl", "--dmesg", "--boot", "--no-pager", "--quiet", "--output=cat")
+    lines = (out if out.strip() else look.output("dmesg")).splitlines()
+    return next((line.strip()[:300] for line in lines if REJECTED.search(line)), None)
 
 
 def processes(look: Look, gpus: t.Sequence[t.Mapping[str, t.Any]], own: str | None) -> list[dict[str, t.Any]]:
@@ -211,11 +277,12 @@ def reboot(look: Look, driver: t.Mapping[str, t.Any], kernel: str) -> dict[str, 
 def module_of(look: Look, kernel: str) -> bool:
     """Whether there is a module of the driver for a kernel."""
     base = look.host(f"/lib/modules/{kernel}")
-    for folder, _folders, files in os.walk(base):
+    for folder, folders, files in os.walk(base):
         if any(re.match(r"nvidia\.ko", name) for name in files):
             return True
+        # Nobody puts it deeper; the folders beside a deep one are still to be looked at.
         if folder.count("/") - base.count("/") > 6:
-            break
+            folders.clear()
     return False
 
 
@@ -233,37 +300,39 @@ def document(path: str) -> dict[str, t.Any] | None:
     return content if isinstance(content, dict) else None
 
 
-def engine(venv: str | None) -> dict[str, t.Any] | None:
+def engine(look: Look, venv: str | None) -> dict[str, t.Any] | None:
     """The engine's receipt, and whether it can compile kernels or has them compiled."""
     if not venv:
         return None
     receipt = document(os.path.join(venv, "engine.json"))
     if receipt is None:
         return None
-    names: set[str] = set()
+    found: dict[str, str] = {}
     nvcc = None
     library = os.path.join(venv, "lib")
-    for python in sorted(os.listdir(library)) if os.path.isdir(library) else []:
+    for python in look.names(library):
         site = os.path.join(library, python, "site-packages")
         if os.path.isdir(site):
-            names |= {
-                re.sub(r"[-_.]+", "-", name.split("-")[0]).lower()
-                for name in os.listdir(site)
-                if name.endswith(".dist-info")
-            }
+            for name in look.names(site):
+                distribution = re.fullmatch(r"(.+?)-([^-]+)\.dist-info", name)
+                if distribution:
+                    found[re.sub(r"[-_.]+", "-", distribution[1]).lower()] = distribution[2]
             candidate = os.path.join(site, "nvidia", "cu13", "bin", "nvcc")
             nvcc = candidate if os.path.exists(candidate) else nvcc
     return {
         "lock_digest": receipt.get("lock_digest"),
         "versions": receipt.get("versions", {}),
         "nvcc": nvcc,
-        "cubins": {"flashinfer-cubin", "flashinfer-jit-cache"} <= names,
-        "flashinfer": "flashinfer-python" in names,
+        "ninja": "ninja" in found or look.program("ninja") is not None,
+        "cubins": set(FLASHINFER_PARTS) <= set(found),
+        "flashinfer": found.get("flashinfer-python"),
+        # The wheel of compiled kernels is built per CUDA release, which is no part of FlashInfer's own version.
+        "flashinfer_parts": {name: found[name].partition("+")[0] for name in FLASHINFER_PARTS if name in found},
     }
 
 
 def checkpoint(path: str | None) -> dict[str, t.Any] | None:
-    """What the checkpoint states of itself, and which files of its index are not there."""
+    """What the checkpoint states of itself; which files of its index are not there, or of another size than proven."""
     if not path:
         return None
     statement = document(os.path.join(path, "checkpoint.json"))
@@ -271,8 +340,18 @@ def checkpoint(path: str | None) -> dict[str, t.Any] | None:
         return None
     index = document(os.path.join(path, "model.safetensors.index.json")) or {}
     wanted = set((index.get("weight_map") or {}).values())
-    missing = sorted(name for name in wanted if not os.path.isfile(os.path.join(path, name)))
-    return {"statement": statement, "files": len(wanted), "missing": missing}
+    receipts = (document(os.path.join(path, PRIVATE_DIR, "receipts.json")) or {}).get("files") or {}
+    missing, short = [], []
+    for name in sorted(wanted):
+        try:
+            size = os.stat(os.path.join(path, name)).st_size
+        except OSError:
+            missing.append(name)
+            continue
+        receipt = receipts.get(name)
+        if isinstance(receipt, dict) and receipt.get("size") not in (None, size):
+            short.append(name)
+    return {"statement": statement, "files": len(wanted), "missing": missing, "short": short}
 
 
 def environments(look: Look, config: str) -> dict[str, dict[str, str]]:
@@ -346,10 +425,12 @@ def gather(look: Look, asked: t.Mapping[str, t.Any]) -> dict[str, t.Any]:
         "storage": storage(look, asked["checkpoint"], asked["read_rate"] and not own["active"]),
         "unit": own,
         "processes": processes(look, gpu["gpus"], own["cgroup"]),
+        "listeners": listeners(look, [asked["port"], *asked["ports"]], own["cgroup"]),
         "secure_boot": secure_boot(look),
+        "module_rejected": module_rejected(look),
         "reboot": reboot(look, gpu["driver"], there["kernel"]),
         "nouveau": os.path.isdir(look.sys("module/nouveau")) or "nouveau" in gpu["modules"],
-        "engine": engine(asked["venv"]),
+        "engine": engine(look, asked["venv"]),
         "checkpoint": checkpoint(asked["checkpoint"]),
         "environment": environments(look, f"/etc/{name}"),
         "nccl_files": nccl_files(look),

@@ -43,7 +43,7 @@ REASONS = {
 def parse_vpd(content: bytes | None) -> dict[str, t.Any]:
     """Vital product data: the product's name and the marks of a port that manages NVSwitch."""
     if content is None:
-        return {"readable": False, "product": None, "part": None, "sw_mng": False, "sm_disabled": False}
+        return {"readable": False, "product": None, "part": None, "sw_mng": False}
     product = None
     # A large resource of type 2: tag 0x82, two bytes of length, the name.
     if len(content) > 3 and content[0] == 0x82:
@@ -59,7 +59,6 @@ def parse_vpd(content: bytes | None) -> dict[str, t.Any]:
         "product": product,
         "part": number,
         "sw_mng": b"SW_MNG" in content,
-        "sm_disabled": b"isSMDisabled" in content or b"SM_DISABLED" in content,
     }
 
 

@@ -25,6 +25,7 @@ COUNTERS = (
 )
 # PCI Express: extended capability "Access Control Services", and where its control register is in it.
 ACS_CAPABILITY, ACS_CONTROL = 0x000D, 6
+SM_DISABLED = 1 << 10  # isSMDisabled in a port's capability mask
 ACS_REDIRECTS = 0x1D  # source validation, request, completion and upstream redirection
 
 
@@ -98,6 +99,7 @@ def _port(look: Look, folder: str, number: int, netdevs: list[str]) -> dict[str,
         "rate_text": word("rate"),
         "lid": int(word("lid") or "0", 16),
         "sm_lid": int(word("sm_lid") or "0", 16),
+        "sm_disabled": bool(int(word("cap_mask") or "0", 16) & SM_DISABLED),
         "pkeys": [key for key in keys if key and int(key, 16)],
         "gids": sorted(gids, key=lambda gid: gid["index"]),
         "netdev": next((gid["netdev"] for gid in gids if gid["netdev"]), None) or next(iter(netdevs), None),

@@ -128,7 +128,7 @@ virtualization:
   returned: success
   type: str
 host:
-  description: Name, operating system, kernel, processors, memory, NUMA nodes, clock, IOMMU.
+  description: Name, operating system, kernel, processors, memory, NUMA nodes, NVMe drives, clock, IOMMU.
   returned: success
   type: dict
 resolution:
@@ -145,7 +145,7 @@ meeting:
   returned: success
   type: dict
 storage:
-  description: File system that holds the checkpoint, its room, and the rate of a cold read.
+  description: File system that holds the checkpoint, its room, the rate of a cold read, and why it cannot be read.
   returned: success
   type: dict
 shm:
@@ -153,7 +153,7 @@ shm:
   returned: success
   type: dict
 unit:
-  description: State of the unit and its limit of locked memory.
+  description: State of the unit, whether processes of it run, and its limit of locked memory.
   returned: success
   type: dict
 processes:
@@ -161,6 +161,15 @@ processes:
   returned: success
   type: list
   elements: dict
+listeners:
+  description: Of the ports that something listens on, whether it is a process of the unit's control group; empty when
+    that cannot be told.
+  returned: success
+  type: dict
+module_rejected:
+  description: The kernel's line about a module that it refuses, since boot.
+  returned: success
+  type: str
 secure_boot:
   description: Whether Secure Boot is on, V(none) on a machine without EFI.
   returned: success
@@ -178,11 +187,12 @@ engine:
   returned: success
   type: dict
 checkpoint:
-  description: What the checkpoint states of itself and which of its files are gone; V(none) without one.
+  description: What the checkpoint states of itself, and which of its files are gone or have another size than was
+    proven; V(none) without one.
   returned: success
   type: dict
 environment:
-  description: Variables of environment files that reach the replica, by file.
+  description: Variables that checks know, by environment file.
   returned: success
   type: dict
 nccl_files:

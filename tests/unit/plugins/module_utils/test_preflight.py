@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import copy
+import errno
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -38,14 +40,18 @@ ASKED = {
     "checkpoint": None,
     "read_rate": False,
     "dcgm_level": 0,
+    "port": 29502,
+    "ports": [8000, 29500, 29501],
 }
+HCA = "=" + ",".join(f"mlx5_{number}:1" for number in range(4, 12))
+ENVIRONMENT = {"VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_ALLREDUCE_USE_FLASHINFER": "0"}
 
 
 def expectations():
     """The defaults of the role, under the names that the filter reads."""
     defaults = yaml.safe_load((ROOT / "roles" / "preflight" / "defaults" / "main.yml").read_text())
     found = {name.removeprefix("preflight_expect_"): value for name, value in defaults.items() if "_expect_" in name}
-    more = {"ports": [8000, 29500, 29501], "args": {"disable-custom-all-reduce": True}, "environment": {}}
+    more = {"ports": [8000, 29500, 29501], "args": {"disable-custom-all-reduce": True}, "environment": ENVIRONMENT}
     return {**found, **more, "waivers": {}, "severities": {}}
 
 
@@ -68,7 +74,8 @@ def answers(node):
 
 
 def observe(base, hcas=None, asked=None, **settings):
-    node = fake.Node(base, XML, hcas, **{"packages": PACKAGES, "held": ["nvidia-fabricmanager"], **settings})
+    files = {"/etc/kimi-k3/fabric.env": f'NCCL_IB_HCA="{HCA}"\n', **settings.pop("files", {})}
+    node = fake.Node(base, XML, hcas, **{"packages": PACKAGES, "held": list(PACKAGES), "files": files, **settings})
     where = node.arguments
     look = Look(answers(node), where["sys_root"], where["proc_root"], where["command_path"], where["root"])
     facts = preflight_look.gather(look, {**ASKED, **(asked or {})})
@@ -83,14 +90,19 @@ def observe(base, hcas=None, asked=None, **settings):
     facts["shm"] = {"size_mib": 1 << 20, "free_mib": 1 << 20, "stale": [], "error": None}
     facts["storage"] = {
         "path": "/srv/kimi-k3", "mount": "/srv", "type": "ext4", "device": "md0", "free_gib": 5000, "size_gib": 9000,
-        "inodes_free": 10**6, "read_mb_s": 6000,
+        "inodes_free": 10**6, "read_mb_s": 6000, "error": None,
     }  # fmt: skip
-    facts["unit"] = {"loaded": True, "active": False, "memlock": "infinity", "cgroup": None}
+    facts["unit"] = {"loaded": True, "active": False, "running": False, "memlock": "infinity", "cgroup": None}
     facts["engine"] = {
         "lock_digest": "1" * 64, "versions": {"vllm": "0.32.0", "torch": "2.13.0+cu130"}, "nvcc": "/x", "cubins": False,
-        "flashinfer": True,
+        "flashinfer": "0.6.1", "flashinfer_parts": {}, "ninja": True,
     }  # fmt: skip
-    facts["checkpoint"] = {"statement": {"revision": "f" * 40, "identity_digest": "2" * 64}, "files": 50, "missing": []}
+    facts["checkpoint"] = {
+        "statement": {"revision": "f" * 40, "identity_digest": "2" * 64},
+        "files": 50,
+        "missing": [],
+        "short": [],
+    }
     facts["sysctls"] = {
         "net.ipv4.ip_local_port_range": "32768 60999",
         "net.ipv4.ip_local_reserved_ports": "29500-29502",
@@ -181,6 +193,21 @@ TREES = [
         edited("<bandwidth>N/A</bandwidth>", "<bandwidth>Degraded</bandwidth>"),
         "The fabric of GPU 3 on gpu-a says bandwidth: Degraded.",
     ),
+    (
+        "fabric-health",
+        edited("<route_unhealthy>N/A", "<route_unhealthy>True"),
+        "The fabric of GPU 3 on gpu-a says route unhealthy: True.",
+    ),
+    (
+        "fabric-health",
+        edited("<partition_assigned>N/A", "<partition_assigned>False"),
+        "says partition assigned: False.",
+    ),
+    (
+        "nvlsm",
+        {"hcas": [{**hca, "cap_mask": "0xa751ec48"} for hca in fake.adapters()]},
+        "Every NVSwitch management port of gpu-a has its subnet manager disabled.",
+    ),
     ("fabric-health", edited("<cliqueId>N/A", "<cliqueId>7"), "The GPUs of gpu-a are in 2 NVLink cliques"),
     ("fabric-mode", {"files": {"/usr/share/nvidia/nvswitch/fabricmanager.cfg": "FABRIC_MODE=1\n"}}, "is in mode 1"),
     ("imex", {"services": {**fake.DEFAULTS["services"], "nvidia-imex.service": "active"}}, "nvidia-imex runs on gpu-a"),
@@ -241,7 +268,24 @@ TREES = [
         "compatibility libraries come before the driver's on gpu-a",
     ),
     ("nouveau", {"modules": [*fake.DEFAULTS["modules"], "nouveau"]}, "nouveau is loaded on gpu-a"),
-    ("secure-boot", {"kernel": ["modprobe: nvidia: Key was rejected by service"]}, "rejects the driver's module"),
+    (
+        "secure-boot",
+        {
+            "driver": None,
+            "installed_driver": "580.159.04",
+            "kernel": ["Loading of module with unavailable key is rejected"],
+        },
+        "rejects the driver's module: Loading of module with unavailable key is rejected",
+    ),
+    (
+        "secure-boot",
+        {
+            "driver": None,
+            "installed_driver": "580.159.04",
+            "kernel": ["PKCS#7 signature not signed with a trusted key"],
+        },
+        "rejects the driver's module",
+    ),
     ("pending-reboot", {"files": {"/run/reboot-required": ""}}, "gpu-a wants to be rebooted: packages ask for it."),
     ("pending-reboot", {"installed_driver": "580.200.01"}, "driver 580.159.04 runs, 580.200.01 is installed."),
     (
@@ -252,7 +296,8 @@ TREES = [
     (
         "apt-pins",
         {"packages": {**PACKAGES, "unattended-upgrades": "2.9"}, "held": []},
-        "unattended-upgrades may move the driver of gpu-a while it serves",
+        "unattended-upgrades may move the driver of gpu-a while it serves: libnvidia-nscq, libnvsdm, "
+        "nvidia-fabricmanager and 2 more is not excluded or held.",
     ),
     (
         "apt-pins",
@@ -288,19 +333,32 @@ TREES = [
     ("acs", {"acs": ["0000:15:01.0"]}, "1 PCIe bridges of gpu-a send traffic between GPU and adapter up to the root"),
     (
         "nccl-hca",
-        {"files": {"/etc/kimi-k3/serve.env": 'NCCL_IB_HCA="mlx5_1"\n'}},
-        "NCCL_IB_HCA of gpu-a is 'mlx5_1' (/etc/kimi-k3/serve.env): it takes mlx5_1 port 1 manages the NVSwitches",
+        {"files": {"/etc/kimi-k3/fabric.env": 'NCCL_IB_HCA="mlx5_1"\n'}},
+        "NCCL_IB_HCA of gpu-a is 'mlx5_1' (/etc/kimi-k3/fabric.env): it takes mlx5_1 port 1 manages the NVSwitches",
     ),
     ("environment", {"files": {"/etc/environment": "NCCL_P2P_DISABLE=1\n"}}, "it turns NVLink off."),
+    ("environment", {"files": {"/etc/kimi-k3/fabric.env": "NCCL_P2P_DISABLE=1\n"}}, "it turns NVLink off."),
+    (
+        "environment",
+        {"files": {"/etc/kimi-k3/fabric.env": "CUDA_VISIBLE_DEVICES=0\n"}},
+        "it hides GPUs from the replica.",
+    ),
+    (
+        "environment",
+        {"files": {"/etc/kimi-k3/fabric.env": "CUDA_VISIBLE_DEVICES=\n"}},
+        "it hides GPUs from the replica.",
+    ),
+    ("environment", {"files": {"/etc/kimi-k3/fabric.env": "NCCL_PROTO=0\n"}}, "it belongs to a measurement."),
+    ("environment", {"files": {"/etc/kimi-k3/fabric.env": "NCCL_DEBUG=INFO\n"}}, "it floods the log."),
     ("environment", {"files": {"/etc/environment": "NCCL_IGNORE_NET_MISMATCH=1\n"}}, "silent hang"),
     ("environment", {"files": {"/etc/environment": "ARCH=x86\n"}}, "building kernel modules fails with it."),
     (
         "environment",
-        {"files": {"/etc/kimi-k3/serve.env": "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True\n"}},
+        {"files": {"/etc/kimi-k3/fabric.env": "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True\n"}},
         "expandable segments fail with pipeline parallelism.",
     ),
-    ("environment", {"files": {"/etc/kimi-k3/serve.env": "GLOO_SOCKET_IFNAME=^lo\n"}}, "Gloo takes a plain name"),
-    ("environment", {"files": {"/etc/kimi-k3/serve.env": "NCCL_SOCKET_IFNAME=eth9\n"}}, "has no such interface."),
+    ("environment", {"files": {"/etc/kimi-k3/fabric.env": "GLOO_SOCKET_IFNAME=^lo\n"}}, "Gloo takes a plain name"),
+    ("environment", {"files": {"/etc/kimi-k3/fabric.env": "NCCL_SOCKET_IFNAME=eth9\n"}}, "has no such interface."),
     ("nccl-conf", {"files": {"/etc/nccl.conf": "NCCL_IB_DISABLE=1\n"}}, "/etc/nccl.conf of gpu-a changes NCCL for"),
 ]
 
@@ -331,6 +389,49 @@ def put(path, value):
 OFFLINE = {"name": "gpu-b", "address": "10.0.0.12", "reached": False, "error": "no answer", "offset": None}
 FACTS = [
     ("smi", put("gpu/smi/problem", "nvidia-smi exited 18: Driver/library version mismatch"), "cannot be asked"),
+    (
+        "cuda-version",
+        put("engine/versions", {"vllm": "0.40.0", "torch": "2.14.0+cu140"}),
+        "The driver of gpu-a knows CUDA 13.0, the engine needs 14.0.",
+    ),
+    (
+        "fabric-health",
+        put("gpu/gpus/3/fabric/health", {"new_entry": "Odd"}),
+        "The fabric of GPU 3 on gpu-a says new entry: Odd.",
+    ),
+    ("nccl-hca", put("environment", {}), "NCCL_IB_HCA is not set on gpu-a: NCCL takes every active port"),
+    ("cpu-memory", put("host/nvme", -1), "gpu-a has -1 NVMe drives, 0 are expected."),
+    (
+        "checkpoint",
+        put("checkpoint/short", ["model-00001.safetensors"]),
+        "1 files of the checkpoint on gpu-a have another size than was proven: model-00001.safetensors.",
+    ),
+    (
+        "checkpoint-disk",
+        put("storage/error", "Stale file handle"),
+        "/srv/kimi-k3 of gpu-a cannot be read: Stale file handle.",
+    ),
+    ("engine", put("engine/ninja", False), "has nvcc, but no ninja"),
+    (
+        "engine",
+        put("engine/flashinfer_parts", {"flashinfer-cubin": "0.6.0"}),
+        "FlashInfer of gpu-a is 0.6.1, but its compiled kernels are flashinfer-cubin 0.6.0",
+    ),
+    (
+        "route",
+        put("route/address", "fe80::1"),
+        "gpu-a reaches its peer from the link-local address fe80::1: Gloo times out over it.",
+    ),
+    (
+        "ports",
+        put("meeting/problem", "this host cannot listen on 10.0.0.11 port 29502: Permission denied"),
+        "gpu-a: this host cannot listen on 10.0.0.11 port 29502: Permission denied.",
+    ),
+    (
+        "link-errors",
+        put("rdma/devices/11/ports/0/counters", {"port_xmit_discards": 5000}),
+        "of gpu-a has counted port_xmit_discards 5000.",
+    ),
     ("cuda-version", put("gpu/smi/cuda", "12.8"), "The driver of gpu-a knows CUDA 12.8, the engine needs 13.0."),
     ("temperature", put("gpu/gpus/3/temperature_margin_c", 4), "GPU 3 of gpu-a is 4 degrees below its slowdown"),
     ("temperature", put("gpu/gpus/3/power_limit_w", 500.0), "The power limit of GPU 3 of gpu-a is 500 W"),
@@ -410,22 +511,63 @@ def test_what_differs_between_hosts(right, check, change, sentence):
     assert "differs between the hosts" in rows[0]["text"]
 
 
-@pytest.mark.parametrize(
-    ("args", "environment", "sentence"),
-    [
-        ({}, {"VLLM_ALLREDUCE_USE_FLASHINFER": "1"}, "FlashInfer's all-reduce hangs between hosts"),
-        ({}, {"VLLM_USE_V2_MODEL_RUNNER": "1"}, "the first request of a pipeline ends in an IndexError"),
-        ({"disable-custom-all-reduce": False}, {}, "a start can hang on two hosts with 8 B200"),
-        ({"gpu-memory-utilization": 0.95}, {}, "a B200 ran out of memory at its first warm-up"),
-        ({"speculative-config": {"a": 1}}, {}, "speculative decoding with a pipeline is refused"),
-    ],
-)
-def test_launch_arguments_that_are_known_to_fail(right, args, environment, sentence):
+OFF = {"VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_ALLREDUCE_USE_FLASHINFER": "0"}
+FUSED = {"compilation-config": {"pass_config": {"fuse_allreduce_rms": True}}}
+LAUNCH = [
+    ("0.27.1", {}, {"VLLM_ALLREDUCE_USE_FLASHINFER": "1"}, "FlashInfer's all-reduce hangs between hosts"),
+    ("0.27.1", {}, {"VLLM_ALLREDUCE_USE_FLASHINFER": True}, "VLLM_ALLREDUCE_USE_FLASHINFER is on"),
+    ("0.29.0", {}, {"VLLM_ALLREDUCE_USE_FLASHINFER": None}, "vLLM 0.29.0 turns it on unless told otherwise."),
+    ("0.27.1", {}, {"VLLM_USE_V2_MODEL_RUNNER": "1"}, "the first request of a pipeline ends in an IndexError"),
+    (
+        "0.27.0",
+        {},
+        {"VLLM_USE_V2_MODEL_RUNNER": None},
+        "VLLM_USE_V2_MODEL_RUNNER not set is on for K3 with vLLM 0.27.0",
+    ),
+    ("0.32.0", {"disable-custom-all-reduce": False}, {}, "a start can hang on two hosts with 8 B200"),
+    ("0.32.0", {"gpu-memory-utilization": 0.95}, {}, "a B200 ran out of memory at its first warm-up"),
+    ("0.30.0", {"speculative-config": {"a": 1}}, {}, "speculative decoding with a pipeline is refused"),
+    ("0.32.0", FUSED, {}, "fuse_allreduce_rms hung at autotuning and graph capture"),
+    ("0.32.0", {}, {"VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": 60}, "a step that compiles kernels takes longer"),
+    ("0.32.0", {"kv-offloading-size": 100}, {}, "crashed in a pipeline (batched memcpy)"),
+    ("0.32.0", {"kv-transfer-config": {"kv_connector": "OffloadingConnector"}}, {}, "crashed in a pipeline"),
+]
+NO_FAULT = [
+    ("0.28.0", {}, {"VLLM_ALLREDUCE_USE_FLASHINFER": None, "VLLM_USE_V2_MODEL_RUNNER": None}),
+    ("0.32.0", {}, {"VLLM_USE_V2_MODEL_RUNNER": None, "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "1800"}),
+    (
+        "0.32.0",
+        {"compilation-config": '{"pass_config": {"fuse_allreduce_rms": false}}'},
+        {"VLLM_ALLREDUCE_USE_FLASHINFER": None},
+    ),
+    ("", {}, {"VLLM_ALLREDUCE_USE_FLASHINFER": None, "VLLM_USE_V2_MODEL_RUNNER": "1"}),
+]
+
+
+def launched(right, version, args, environment):
     facts = copy.deepcopy(right)
-    facts["engine"]["versions"] = {"vllm": "0.27.1"}
-    expected = {**expectations(), "args": {"disable-custom-all-reduce": True, **args}, "environment": environment}
-    rows = judge({"gpu-a": facts}, {"gpu-a": expected})["rows"]
-    assert any(row["check"] == "launch" and sentence in row["text"] for row in rows), rows
+    facts["engine"]["versions"] = {"vllm": version}
+    args = {"disable-custom-all-reduce": True, **args}
+    expected = {**expectations(), "args": args, "environment": {**OFF, **environment}}
+    return [row["text"] for row in judge({"gpu-a": facts}, {"gpu-a": expected})["rows"] if row["check"] == "launch"]
+
+
+@pytest.mark.parametrize(("version", "args", "environment", "sentence"), LAUNCH)
+def test_launch_arguments_that_are_known_to_fail(right, version, args, environment, sentence):
+    texts = launched(right, version, args, environment)
+    assert len(texts) == 1
+    assert sentence in texts[0]
+
+
+@pytest.mark.parametrize(("version", "args", "environment"), NO_FAULT)
+def test_launch_arguments_that_no_release_is_known_to_fail_with(right, version, args, environment):
+    assert launched(right, version, args, environment) == []
+
+
+def test_between_hosts_alone_there_is_no_nvlink_to_miss(right):
+    facts = copy.deepcopy(right)
+    facts["meeting"]["peers"] = []
+    assert launched(facts, "0.32.0", FUSED, {"VLLM_ALLREDUCE_USE_FLASHINFER": "1"}) == []
 
 
 def test_roce_rails_with_link_local_gids_alone(tmp_path, right):
@@ -453,7 +595,10 @@ def test_ten_defects_at_once(tmp_path, right):
         fabric_state="In Progress",
         kernel=XID,
         packages={**PACKAGES, "nvidia-fabricmanager": "590.48.01-1"},
-        files={"/etc/nccl.conf": "NCCL_DEBUG=INFO\n", "/etc/environment": "NCCL_IB_DISABLE=1\n"},
+        files={
+            "/etc/nccl.conf": "NCCL_DEBUG=INFO\n",
+            "/etc/kimi-k3/fabric.env": f'NCCL_IB_HCA="{HCA.replace("mlx5_7:1,", "")}"\nNCCL_IB_DISABLE="1"\n',
+        },
     )
     put("resolution/addresses", ["127.0.1.1"])(facts)
     put("unit/memlock", "8388608")(facts)
@@ -473,7 +618,7 @@ def test_ten_defects_at_once(tmp_path, right):
 def test_a_replica_that_serves_is_no_defect(tmp_path, right):
     edit = [(None, "<processes>\n\t\t</processes>", PROCESS), (None, "<used>0 MiB</used>", "<used>170000 MiB</used>")]
     facts = observe(tmp_path / "node", edit_xml=edit)
-    facts["unit"]["active"] = True
+    facts["unit"].update(active=True, running=True)
     facts["meeting"]["busy"] = [8000, 29500]
     for process in facts["processes"]:
         process["own"] = True
@@ -532,3 +677,278 @@ def test_only_environment_that_a_check_knows_is_read(tmp_path):
     facts = observe(tmp_path / "node", files={"/etc/environment": text})
     assert facts["environment"]["/etc/environment"] == {"NCCL_DEBUG": "INFO"}
     assert "secret" not in json.dumps(facts)
+
+
+def at(node):
+    where = node.arguments
+    return Look(answers(node), where["sys_root"], where["proc_root"], where["command_path"], where["root"])
+
+
+def rows_of(facts, expected, check):
+    rows = judge({"gpu-a": facts}, {"gpu-a": expected})["rows"]
+    return [(row["status"], row["text"]) for row in rows if row["check"] == check]
+
+
+def test_what_was_rendered_before_holds_nobody_up(tmp_path):
+    """Set with a waiver, then both taken out: the file is rewritten after this, and only what it will be counts."""
+    stale = 'NCCL_DEBUG="INFO"\nVLLM_ALLREDUCE_USE_FLASHINFER="1"\n'
+    facts = observe(tmp_path / "node", files={"/etc/kimi-k3/serve.env": stale})
+    assert facts["environment"]["/etc/kimi-k3/serve.env"]["NCCL_DEBUG"] == "INFO"
+    assert judge({"gpu-a": facts})["rows"] == []
+
+
+def test_nothing_in_serve_environment_takes_out_what_role_fabric_wrote(tmp_path):
+    written = f'NCCL_IB_HCA="{HCA}"\nNCCL_DEBUG="INFO"\n'
+    facts = observe(tmp_path / "node", files={"/etc/kimi-k3/fabric.env": written})
+    assert rows_of(facts, expectations(), "environment") == [
+        ("fail", "NCCL_DEBUG=INFO is set on gpu-a (/etc/kimi-k3/fabric.env): it floods the log.")
+    ]
+    expected = {**expectations(), "environment": {**ENVIRONMENT, "NCCL_DEBUG": None}}
+    assert rows_of(facts, expected, "environment") == []
+    expected["environment"]["NCCL_DEBUG"] = "TRACE"
+    assert [text for _status, text in rows_of(facts, expected, "environment")] == [
+        "NCCL_DEBUG=TRACE is set on gpu-a (serve_environment): it floods the log."
+    ]
+
+
+def test_what_is_set_for_everybody_reaches_no_service(tmp_path):
+    lines = "NCCL_P2P_DISABLE=1\nARCH=x86\nNCCL_IB_HCA=mlx5_1\nVLLM_ALLREDUCE_USE_FLASHINFER=1\n"
+    result = judge({"gpu-a": observe(tmp_path / "node", files={"/etc/environment": lines})})
+    assert {(row["check"], row["status"]) for row in result["rows"]} == {("environment", "warn")}
+    assert len(result["rows"]) == 2
+
+
+@pytest.mark.parametrize("value", ["0,1,2,3,4,5,6,7", "7,6,5,4,3,2,1,0", ",".join(f"GPU-{n}" for n in range(8))])
+def test_all_gpus_named_hide_none(right, value):
+    expected = {**expectations(), "environment": {**ENVIRONMENT, "CUDA_VISIBLE_DEVICES": value}}
+    assert rows_of(copy.deepcopy(right), expected, "environment") == []
+
+
+def test_switches_that_are_off_do_nothing(right):
+    off = dict.fromkeys(preflight.FORBIDDEN_SWITCHES, "0")
+    assert rows_of(copy.deepcopy(right), {**expectations(), "environment": {**ENVIRONMENT, **off}}, "environment") == []
+
+
+def test_before_anything_is_installed_nobody_can_have_named_the_rails(right):
+    facts = copy.deepcopy(right)
+    facts["environment"] = {}
+    assert rows_of(facts, {**expectations(), "installed": False}, "nccl-hca") == []
+    facts["environment"] = {"/etc/kimi-k3/fabric.env": {}}
+    assert len(rows_of(facts, {**expectations(), "installed": False}, "nccl-hca")) == 1
+
+
+def test_a_fabric_that_says_in_every_entry_that_it_is_healthy(right):
+    facts = copy.deepcopy(right)
+    facts["gpu"]["gpus"][3]["fabric"]["health"] = {
+        "summary": "Healthy", "bandwidth": "Full", "route_recovery_in_progress": "False", "route_unhealthy": "False",
+        "access_timeout_recovery": "False", "incorrect_configuration": "None", "partition_assigned": "True",
+        "an_entry_of_tomorrow": "No",
+    }  # fmt: skip
+    assert rows_of(facts, expectations(), "fabric-health") == []
+    facts["gpu"]["gpus"][3]["fabric"]["health"]["an_entry_of_tomorrow"] = "Yes"
+    assert [status for status, _text in rows_of(facts, expectations(), "fabric-health")] == ["warn"]
+
+
+def test_one_management_port_with_a_subnet_manager_is_enough(tmp_path):
+    ports = fake.adapters()
+    for port in ports[:3]:
+        port["cap_mask"] = "0xa751ec48"
+    facts = observe(tmp_path / "node", ports)
+    assert [port["sm_disabled"] for device in facts["rdma"]["devices"] for port in device["ports"]][:4] == [
+        True, True, True, False,
+    ]  # fmt: skip
+    assert rows_of(facts, expectations(), "nvlsm") == []
+
+
+@pytest.mark.parametrize(
+    ("held", "excluded", "told"),
+    [
+        (["nvidia-fabricmanager"], [], "libnvidia-nscq, libnvsdm, nvidia-open and 1 more"),
+        ([], ["^nvidia-fabricmanager"], "libnvidia-nscq, libnvsdm, nvidia-open and 1 more"),
+        ([], ["nvidia-", "libnvidia-", "libnv"], "nvlsm is not"),
+        (["nvlsm"], ["^nvidia-", "^lib(nvidia|nvsdm)"], None),
+        (list(PACKAGES), [], None),
+        ([], ["(", ".*"], None),
+    ],
+)
+def test_all_of_the_driver_must_be_held_or_excluded(tmp_path, held, excluded, told):
+    packages = {**PACKAGES, "unattended-upgrades": "2.9"}
+    facts = observe(tmp_path / "node", packages=packages, held=held, excluded=excluded)
+    texts = [text for _status, text in rows_of(facts, expectations(), "apt-pins")]
+    assert len(texts) == (told is not None)
+    assert told is None or told in texts[0]
+
+
+def test_secure_boot_and_a_module_that_was_built_on_the_host(right, tmp_path):
+    facts = copy.deepcopy(right)
+    facts["gpu"]["driver"].update(running=None, dkms=True)
+    assert rows_of(facts, expectations(), "secure-boot") == []
+    facts["secure_boot"] = True
+    ((status, text),) = rows_of(facts, expectations(), "secure-boot")
+    assert status == "fail"
+    assert text.startswith("Secure Boot is on at gpu-a, and its driver's module was built there")
+    # A driver that runs was accepted, whatever the log says of another module.
+    facts["gpu"]["driver"]["running"] = "580.159.04"
+    facts["module_rejected"] = "Loading of unsigned module is rejected"
+    assert rows_of(facts, expectations(), "secure-boot") == []
+    node = fake.Node(tmp_path / "node", XML)
+    assert preflight_look.secure_boot(at(node)) is None
+    for byte, on in ((b"\x01", True), (b"\x00", False)):
+        node.put(f"sys/{preflight_look.SECURE_BOOT}", b"\x06\0\0\0" + byte)
+        assert preflight_look.secure_boot(at(node)) is on
+
+
+def test_the_kernels_words_for_a_module_that_it_refuses(tmp_path):
+    for number, line in enumerate(
+        [
+            "Loading of unsigned module is rejected",
+            "Loading of module with unsupported crypto is rejected",
+            "Lockdown: modprobe: unsigned module loading is restricted; see man kernel_lockdown.7",
+            "PKCS#7 signature not signed with a trusted key",
+        ]
+    ):
+        node = fake.Node(tmp_path / f"node{number}", XML, kernel=["usb 1-1: new device", line])
+        assert preflight_look.module_rejected(at(node)) == line
+    # Told of a module that is loaded all the same.
+    tainted = "nvidia: module verification failed: signature and/or required key missing - tainting kernel"
+    assert preflight_look.module_rejected(at(fake.Node(tmp_path / "node", XML, kernel=[tainted]))) is None
+
+
+def test_a_module_beside_a_deep_folder_is_found(tmp_path):
+    """The walk goes into folders in any order: a deep one that comes first must not end it."""
+    node = fake.Node(tmp_path / "node", XML)
+    base = node.base / "root/lib/modules/9.9.9"
+    (base / "/".join("abcdefghij")).mkdir(parents=True)
+    (base / "updates/dkms").mkdir(parents=True)
+    assert not preflight_look.module_of(at(node), "9.9.9")
+    for folder in ("updates/dkms", "a/updates"):
+        file = base / folder / "nvidia.ko.zst"
+        file.parent.mkdir(exist_ok=True)
+        file.touch()
+        assert preflight_look.module_of(at(node), "9.9.9")
+        file.unlink()
+
+
+SHOW = "show --property LoadState,ActiveState,SubState,LimitMEMLOCK,ControlGroup -- kimi-k3.service"
+
+
+@pytest.mark.parametrize(
+    ("active", "sub", "running"),
+    [
+        ("active", "running", True),
+        ("activating", "start", True),
+        ("activating", "auto-restart", False),
+        ("activating", "auto-restart-queued", False),
+        ("inactive", "dead", False),
+    ],
+)
+def test_a_unit_between_two_attempts_runs_nothing(tmp_path, active, sub, running):
+    node = fake.Node(tmp_path / "node", XML)
+    node.command(
+        "systemctl", {SHOW: f"LoadState=loaded\nActiveState={active}\nSubState={sub}\nLimitMEMLOCK=infinity\n"}
+    )
+    seen = preflight_look.unit(at(node), "kimi-k3.service")
+    assert (seen["active"], seen["running"]) == (active != "inactive", running)
+
+
+def test_a_taken_port_is_told_while_the_unit_restarts_in_vain(right):
+    facts = copy.deepcopy(right)
+    facts["meeting"]["busy"] = [29500]
+    facts["unit"].update(active=True, running=False)
+    assert rows_of(facts, expectations(), "ports-taken") == [
+        ("fail", "Something else listens on 29500 of gpu-a, and the replica does not run.")
+    ]
+
+
+def test_a_port_that_another_has_taken_is_told_beside_a_replica_that_runs(right):
+    facts = copy.deepcopy(right)
+    facts["unit"].update(active=True, running=True)
+    facts["meeting"]["busy"] = [8000, 29500]
+    facts["listeners"] = {"8000": False, "29500": True}
+    assert rows_of(facts, expectations(), "ports-taken") == [
+        ("fail", "Something else listens on 8000 of gpu-a, and is not the replica.")
+    ]
+
+
+def test_who_listens_is_told_by_the_control_group(tmp_path):
+    node = fake.Node(tmp_path / "node", XML)
+    head = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode\n"
+    row = "   0: {}:{:04X} 00000000:0000 {} 00000000:00000000 00:00000000 00000000     0        0 {} 1 x 100 0 0 10 0\n"
+    rows = [("0100007F", 8000, "0A", 11), ("0100007F", 29500, "0A", 12), ("0100007F", 29501, "01", 13)]
+    node.put("proc/self/net/tcp", head + "".join(row.format(*one) for one in rows))
+    node.put("proc/self/net/tcp6", head + row.format("0" * 32, 8000, "0A", 14))
+    own = "/system.slice/kimi-k3.service"
+    assert preflight_look.listeners(at(node), [8000, 29500, 29501], own) == {}
+    node.put(f"sys/fs/cgroup{own}/engine/cgroup.procs", "4711\n")
+    (node.base / "proc/4711/fd").mkdir(parents=True)
+    for number, inode in ((3, 11), (4, 12), (5, 99)):
+        (node.base / f"proc/4711/fd/{number}").symlink_to(f"socket:[{inode}]")
+    assert preflight_look.listeners(at(node), [8000, 29500, 29501], own) == {"8000": False, "29500": True}
+    assert preflight_look.listeners(at(node), [8000], None) == {}
+
+
+def shards(folder, monkeypatch):
+    monkeypatch.setattr(preflight_look, "READ_LIMIT", 4096)
+    (folder / "model-00001.safetensors").write_bytes(bytes(8192))
+    return folder
+
+
+def test_the_rate_of_a_read(tmp_path, monkeypatch):
+    look = at(fake.Node(tmp_path / "node", XML))
+    assert preflight_look.storage(look, str(tmp_path / "not/yet"), measure=True)["read_mb_s"] is None
+    seen = preflight_look.storage(look, str(shards(tmp_path, monkeypatch)), measure=True)
+    assert seen["read_mb_s"] >= 0
+    assert seen["error"] is None
+
+
+@pytest.mark.parametrize(("call", "number"), [("read", errno.EIO), ("statvfs", errno.ESTALE), ("scandir", errno.EIO)])
+def test_a_disk_that_cannot_be_read_is_a_finding(tmp_path, monkeypatch, right, call, number):
+    def fails(*_args):
+        raise OSError(number, os.strerror(number))
+
+    look = at(fake.Node(tmp_path / "node", XML))
+    folder = str(shards(tmp_path, monkeypatch))
+    with monkeypatch.context() as broken:
+        broken.setattr(preflight_look.os, call, fails)
+        seen = preflight_look.storage(look, folder, measure=True)
+    facts = {**copy.deepcopy(right), "storage": seen}
+    assert rows_of(facts, expectations(), "checkpoint-disk")[0] == (
+        "fail", f"{folder} of gpu-a cannot be read: {os.strerror(number)}.",
+    )  # fmt: skip
+
+
+def test_files_that_are_gone_and_files_of_another_size(tmp_path):
+    names = [f"model-{number}.safetensors" for number in range(3)]
+    (tmp_path / "checkpoint.json").write_text("{}")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict(enumerate(names))}))
+    (tmp_path / ".kimi-k3").mkdir()
+    receipts = {names[0]: {"size": 5}, names[1]: {"size": 5}}
+    (tmp_path / ".kimi-k3/receipts.json").write_text(json.dumps({"schema": 1, "files": receipts}))
+    (tmp_path / names[0]).write_text("short")
+    (tmp_path / names[1]).write_text("cut")
+    seen = preflight_look.checkpoint(str(tmp_path))
+    assert (seen["missing"], seen["short"]) == ([names[2]], [names[1]])
+
+
+def test_parts_of_flashinfer_are_read_with_their_versions(tmp_path):
+    look = at(fake.Node(tmp_path / "node", XML))
+    site = tmp_path / "venv/lib/python3.12/site-packages"
+    for name in ("flashinfer_python-0.6.1", "flashinfer_cubin-0.6.1", "flashinfer_jit_cache-0.6.1+cu130", "ninja-1.13"):
+        (site / f"{name}.dist-info").mkdir(parents=True)
+    (tmp_path / "venv/engine.json").write_text("{}")
+    seen = preflight_look.engine(look, str(tmp_path / "venv"))
+    assert (seen["flashinfer"], seen["cubins"], seen["ninja"]) == ("0.6.1", True, True)
+    assert seen["flashinfer_parts"] == {"flashinfer-cubin": "0.6.1", "flashinfer-jit-cache": "0.6.1"}
+
+
+def test_the_diagnosis(tmp_path):
+    table = "| Deployment      | Pass |\n| Memory          | Fail - GPU 3 |\n"
+    node = fake.Node(tmp_path / "node", XML)
+    assert preflight_look.diagnose(at(node), 0, busy=False) is None
+    assert preflight_look.diagnose(at(node), 1, busy=True) is None
+    absent = preflight_look.diagnose(Look(lambda *_a, **_k: (1, "", ""), path="/nonexistent"), 1, busy=False)
+    assert absent["failed"] == ["there is no dcgmi on this host"]
+    node.command("dcgmi", {"diag --run 1": table})
+    assert preflight_look.diagnose(at(node), 1, busy=False) == {"level": 1, "rc": 0, "failed": ["Memory Fail - GPU 3"]}
+    # A level that the tool does not know.
+    assert preflight_look.diagnose(at(node), 2, busy=False)["rc"] == 2

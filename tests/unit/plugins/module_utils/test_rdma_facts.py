@@ -239,7 +239,6 @@ def test_vital_product_data():
         "product": fake.PRODUCT,
         "part": "692-9X760-00SE-S00",
         "sw_mng": True,
-        "sm_disabled": False,
     }
     assert rdma_facts.parse_vpd(b"")["product"] is None
     assert rdma_facts.parse_vpd(None)["readable"] is False
