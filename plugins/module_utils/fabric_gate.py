@@ -72,13 +72,17 @@ def judge(
                 values.setdefault(("rail", ""), []).append(row)
         for run in result["runs"]:
             problems += _run(host, run, values)
-    rows = []
+    rows: list[dict[str, t.Any]] = []
+    skipped = []
     for key, name in NAMES.items():
         measured = values.get(key, [])
         gate = gates.get(gate_of(*key), {})
         if not measured:
-            if shape and applies(*key, shape) and any(float(value) for value in gate.values()):
-                problems.append(f"{name}: not measured, though it has a gate ({gate_of(*key)}).")
+            if shape and any(float(value) for value in gate.values()):
+                if applies(*key, shape):
+                    problems.append(f"{name}: not measured, though it has a gate ({gate_of(*key)}).")
+                else:
+                    skipped.append(f"SKIP {name}: not measured, hosts like these have none (gate {gate_of(*key)}).")
             continue
         largest = max(row["bytes"] for row in measured)
         counted = [row for row in measured if row["bytes"] == largest]
@@ -99,7 +103,7 @@ def judge(
             }
         )
     failed = len(problems) + sum(row["status"] == "fail" for row in rows)
-    return {"rows": rows, "problems": problems, "failed": failed, "lines": _lines(rows, problems)}
+    return {"rows": rows, "problems": problems, "failed": failed, "lines": [*_lines(rows, problems), *skipped]}
 
 
 def _run(host: str, run: t.Mapping[str, t.Any], values: dict[tuple[str, str], list[dict[str, t.Any]]]) -> list[str]:

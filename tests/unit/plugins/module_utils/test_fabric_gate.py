@@ -154,8 +154,10 @@ def test_a_gate_whose_measurement_is_missing_fails(pair):
 )
 def test_hosts_are_not_failed_for_what_such_hosts_do_not_have(shape, missing):
     gates = {name: {"fail": 1} for name in fabric_gate.GATES}
-    problems = fabric_gate.judge({"a": {"rails": [], "runs": []}}, gates, shape)["problems"]
-    assert {problem.split("(")[-1].split(")")[0] for problem in problems} == set(missing)
+    result = fabric_gate.judge({"a": {"rails": [], "runs": []}}, gates, shape)
+    assert {problem.split("(")[-1].split(")")[0] for problem in result["problems"]} == set(missing)
+    told = {line.split("(gate ")[-1].split(")")[0] for line in result["lines"] if line.startswith("SKIP")}
+    assert told == fabric_gate.GATES - set(missing)
 
 
 def test_every_measurement_can_be_gated(pair):
