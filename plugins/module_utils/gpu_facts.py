@@ -230,9 +230,25 @@ def parse_nvlink_errors(text: str) -> dict[int, dict[str, int]]:
     for line in text.splitlines():
         if match := re.match(r"\s*GPU (\d+):", line):
             current = gpus.setdefault(int(match[1]), {})
-        elif (match := re.match(r"\s*Link \d+:\s*(.*?[Ee]rrors?[^:]*):\s*(\d+)\s*$", line)) and int(match[2]):
-            current[match[1].strip()] = current.get(match[1].strip(), 0) + int(match[2])
+        elif match := re.match(r"\s*Link \d+:\s*(.*\S)\s*:\s*(\d+)\s*$", line):
+            name, count = match[1], int(match[2])
+            if count and tells_of_errors(name):
+                current[name] = current.get(name, 0) + count
     return gpus
+
+
+def tells_of_errors(name: str) -> bool:
+    """Whether a counter of an NVLink, when it is not zero, tells of something that went wrong.
+
+    Since NVLink 5 there are many that count on a healthy link: traffic, lanes before correction (C(Raw Errors)), and
+    C(FEC Errors - N), the code words in which N symbols were put right: those with none are billions, and one or two
+    are what the correction is there for. More in one word is worth a look, long before it is too many.
+    """
+    if match := re.fullmatch(r"FEC Errors - (\d+)", name):
+        return int(match[1]) > 2
+    if name.startswith(("Raw ", "Total ")):
+        return False
+    return bool(re.search(r"[Ee]rrors?\b|discards$|recovery \w+ events$", name))
 
 
 def parse_topology(text: str) -> dict[str, dict[str, str]]:

@@ -114,6 +114,46 @@ def test_nvlinks_and_their_errors():
     assert facts.parse_nvlink_errors(ERRORS) == {0: {"Recovery Errors": 4}, 1: {}}
 
 
+# The names that drivers have for NVLink 5 since 595, with the counts of a healthy link after its start.
+HEALTHY = """GPU 0: NVIDIA B200 (UUID: GPU-00000000-0000-0000-0000-000000000001)
+\t Link 0: Tx packets: 1064
+\t Link 0: Malformed packet Errors: 0
+\t Link 0: Rx Errors: 0
+\t Link 0: Tx discards: 0
+\t Link 0: Link recovery successful events: 0
+\t Link 0: Link recovery failed events: 0
+\t Link 0: Total link recovery events: 0
+\t Link 0: Effective Errors: 0
+\t Link 0: Effective BER: 15e-255
+\t Link 0: Raw Errors Lane 0: 82
+\t Link 0: Raw BER Total: 1037
+\t Link 0: FEC Errors - 0: 36140749276
+\t Link 0: FEC Errors - 1: 12
+\t Link 0: FEC Errors - 3: 0
+\t Link 0: Symbol Errors: 0
+"""
+
+
+def test_what_counts_on_a_healthy_nvlink_is_no_error():
+    assert facts.parse_nvlink_errors(HEALTHY) == {0: {}}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Link recovery failed events",
+        "Link recovery successful events",
+        "Effective Errors",
+        "Symbol Errors",
+        "Rx Errors",
+        "Tx discards",
+        "FEC Errors - 3",
+    ],
+)
+def test_what_is_an_error_of_an_nvlink_is_counted(name):
+    assert facts.parse_nvlink_errors(HEALTHY.replace(f"{name}: 0\n", f"{name}: 2\n")) == {0: {name: 2}}
+
+
 def test_the_matrix_of_topo_with_and_without_escapes():
     assert facts.parse_topology(real("topo.txt")) == {"GPU0": {"GPU0": "X"}}
     text = (
