@@ -19,6 +19,12 @@ PACKAGE_PATTERNS = (
     "nvidia-*",
     "libnvidia-*",
     "libnvsdm*",
+    "libcuda1",
+    "libcudadebugger1",
+    "libnvcuvid1",
+    "libnvoptix1",
+    "xserver-xorg-video-nvidia*",
+    "firmware-nvidia-*",
     "nvlsm",
     "datacenter-gpu-manager*",
     "cuda-keyring",
@@ -30,6 +36,9 @@ PACKAGE_PATTERNS = (
     "doca-*",
     "mlnx-*",
     "unattended-upgrades",
+    # What Ansible's modules for apt need on the host.
+    "python3-apt",
+    "python3-debian",
 )
 # Companions whose version must be the driver's: their names, an old one with the branch in it included.
 COMPANIONS = {
@@ -344,15 +353,40 @@ def origin_kind(urls: t.Iterable[str]) -> str | None:
     return "other" if list(urls) else None
 
 
-def parse_release_origins(text: str) -> list[dict[str, t.Any]]:
-    """The sources of C(apt-cache policy) without names: priority, address, release fields such as o= and l=."""
-    sources: list[dict[str, t.Any]] = []
+def parse_source_lines(text: str) -> list[dict[str, t.Any]]:
+    """Lines of a list of sources of apt: C(deb [signed-by=KEY] ADDRESS SUITE COMPONENT ...)."""
+    found = []
     for line in text.splitlines():
-        if match := re.match(r"\s*(-?\d+) (\S+) (.*)$", line):
-            sources.append({"priority": int(match[1]), "url": match[2], "release": {}})
-        elif sources and (match := re.match(r"\s*release (.*)$", line)):
-            sources[-1]["release"] = dict(part.split("=", 1) for part in match[1].split(",") if "=" in part)
-    return sources
+        if match := re.match(r"\s*deb\s+(?:\[([^\]]*)\]\s*)?(\S+)\s+(\S+)", line):
+            options = dict(word.split("=", 1) for word in (match[1] or "").split() if "=" in word)
+            found.append({"url": match[2], "suites": [match[3]], "signed_by": options.get("signed-by")})
+    return found
+
+
+def parse_source_stanzas(text: str) -> list[dict[str, t.Any]]:
+    """Stanzas of a C(.sources) file; a key that is written into it is given as C(embedded)."""
+    found = []
+    for stanza in re.split(r"\n[ \t]*\n", text):
+        fields: dict[str, str] = {}
+        name = ""
+        for line in stanza.splitlines():
+            if line.startswith("#"):
+                continue
+            if line[:1] in (" ", "\t") and name:
+                fields[name] += f" {line.strip()}"
+            elif ":" in line:
+                name, _colon, value = line.partition(":")
+                name = name.strip().lower()
+                fields[name] = value.strip()
+        if fields.get("enabled", "yes").lower() in ("no", "false", "0", "off", "without", "disable"):
+            continue
+        if "deb" not in fields.get("types", "").split():
+            continue
+        key = fields.get("signed-by")
+        signed_by = "embedded" if key and "BEGIN PGP" in key else key
+        for url in fields.get("uris", "").split():
+            found.append({"url": url, "suites": fields.get("suites", "").split(), "signed_by": signed_by})
+    return found
 
 
 def release_of(version: str | None) -> tuple[int, ...]:

@@ -31,6 +31,9 @@ MODULES = (
     "rdma_cm",
 )
 
+# How apt's lists of sources are written, by the end of their name; apt reads no others.
+PARSERS = {".list": facts.parse_source_lines, ".sources": facts.parse_source_stanzas}
+
 
 def gather(look: Look, packages: bool = True, kernel_log: bool = True, ask: t.Sequence[str] = ()) -> dict[str, t.Any]:
     """All that the module C(gpu_info) returns."""
@@ -220,13 +223,21 @@ def package_state(look: Look, ask: t.Sequence[str] = ()) -> dict[str, t.Any]:
         "policy": {name: policy[name] for name in ask if name in policy},
         "held": sorted(set(look.output("apt-mark", "showhold").split())),
         "companions": facts.companions_of(installed),
-        "sources": [
-            {"url": source["url"], "priority": source["priority"], "origin": source["release"].get("o")}
-            for source in facts.parse_release_origins(look.output("apt-cache", "policy"))
-        ],
+        "sources": sources(look),
         "preferences": preferences(look),
         "unattended_exclusions": unattended(look),
     }
+
+
+def sources(look: Look) -> list[dict[str, t.Any]]:
+    """The entries of apt's lists of sources that are in force: file, address, suites, key."""
+    found = []
+    folder = look.host("/etc/apt/sources.list.d")
+    for file in [look.host("/etc/apt/sources.list"), *[os.path.join(folder, name) for name in look.names(folder)]]:
+        parse = PARSERS.get(os.path.splitext(file)[1])
+        if parse:
+            found += [{"file": file[len(look.root) :], **entry} for entry in parse(look.text(file) or "")]
+    return found
 
 
 def preferences(look: Look) -> list[dict[str, str]]:

@@ -234,14 +234,31 @@ def test_the_policy_of_apt_tells_origins():
 
 
 def test_sources_of_apt():
-    text = (
-        "Package files:\n 100 /var/lib/dpkg/status\n     release a=now\n"
-        "1001 http://archive.lambdalabs.com/ubuntu noble/main amd64 Packages\n"
-        "     release v=24.04,o=Lambda Labs,a=noble,n=noble,l=Lambda,c=main,b=amd64\n"
+    lines = (
+        "# deb http://commented.example /\n"
+        "deb [arch=amd64 signed-by=/usr/share/keyrings/cuda-archive-keyring.gpg] https://nvidia.example/x86_64/ /\n"
+        "deb-src http://deb.debian.org/debian bookworm main\n"
+        "deb http://deb.debian.org/debian bookworm main contrib\n"
     )
-    sources = facts.parse_release_origins(text)
-    assert sources[-1]["priority"] == 1001
-    assert sources[-1]["release"]["o"] == "Lambda Labs"
+    assert facts.parse_source_lines(lines) == [
+        {
+            "url": "https://nvidia.example/x86_64/",
+            "suites": ["/"],
+            "signed_by": "/usr/share/keyrings/cuda-archive-keyring.gpg",
+        },
+        {"url": "http://deb.debian.org/debian", "suites": ["bookworm"], "signed_by": None},
+    ]
+    stanzas = (
+        "# first\nTypes: deb deb-src\nURIs: http://a.example\n http://b.example\nSuites: x y\nComponents: main\n"
+        "Signed-By:\n -----BEGIN PGP PUBLIC KEY BLOCK-----\n .\n abcd\n\n"
+        "Types: deb\nURIs: http://off.example\nSuites: /\nEnabled: no\n\nTypes: deb-src\nURIs: http://s\nSuites: /\n\n"
+        "types: deb\nuris: file:/srv/c\nsuites: /\nsigned-by: /k.asc\n"
+    )
+    assert facts.parse_source_stanzas(stanzas) == [
+        {"url": "http://a.example", "suites": ["x", "y"], "signed_by": "embedded"},
+        {"url": "http://b.example", "suites": ["x", "y"], "signed_by": "embedded"},
+        {"url": "file:/srv/c", "suites": ["/"], "signed_by": "/k.asc"},
+    ]
 
 
 def test_versions():

@@ -80,6 +80,19 @@ def test_pins_and_compatibility_libraries(look):
     assert answer["cuda_compat"] == ["/etc/ld.so.conf.d/cuda-compat.conf: /usr/local/cuda-13.0/compat"]
 
 
+def test_entries_of_apt_that_are_in_force(look):
+    entry = "deb [signed-by=/usr/share/keyrings/cuda-archive-keyring.gpg] https://nvidia.example/x86_64/ /\n"
+    files = {
+        "/etc/apt/sources.list.d/cuda-ubuntu2404-x86_64.list": entry,
+        "/etc/apt/sources.list.d/cuda-ubuntu2204-x86_64.list.distUpgrade": entry,
+        "/etc/apt/sources.list.d/ubuntu.sources": "Types: deb\nURIs: http://u.example\nSuites: noble\n",
+    }
+    assert [(one["file"], one["url"]) for one in look("gpu_info", files=files)["packages"]["sources"]] == [
+        ("/etc/apt/sources.list.d/cuda-ubuntu2404-x86_64.list", "https://nvidia.example/x86_64/"),
+        ("/etc/apt/sources.list.d/ubuntu.sources", "http://u.example"),
+    ]
+
+
 def test_rails_of_a_host(look):
     answer = look(
         "rdma_info",
