@@ -29,15 +29,7 @@ def decide(settings: t.Any, look: t.Any) -> dict[str, t.Any]:
     try:
         return {**cuda_plan.plan(settings, look), "problem": ""}
     except cuda_plan.CudaError as error:
-        return {
-            "case": "stuck",
-            "act": False,
-            "services": [],
-            "reboot": "",
-            "hold": [],
-            "text": "",
-            "problem": str(error),
-        }
+        return {**cuda_plan.NOTHING, "case": "stuck", "problem": str(error)}
 
 
 def fingerprints(content: str) -> list[str]:

@@ -14,7 +14,7 @@ import hashlib
 import re
 import typing as t
 
-from ansible_collections.baremetal.kimi_k3.plugins.module_utils.gpu_facts import release_of, upstream_of
+from ansible_collections.baremetal.kimi_k3.plugins.module_utils.gpu_facts import origin_kind, release_of, upstream_of
 
 # Distributions as NVIDIA's repositories call them.
 DISTRIBUTIONS = {
@@ -25,39 +25,80 @@ DISTRIBUTIONS = {
 }
 # The key of ubuntu2204, ubuntu2404 and debian12; that of debian13 is another one.
 OLD_KEY = "EB693B3035CD5710E231E123A4B469963BF863CC"
+# The entry that the role itself makes.
+OWN_SOURCE = "/etc/apt/sources.list.d/kimi-k3-cuda.sources"
+# Packages that the driver is made of. Those that only begin alike, such as the container toolkit, have versions of
+# their own, which no branch of the driver has.
+DRIVER_NAMES = re.compile(
+    r"(nvidia-|libnvidia-|libnvsdm|xserver-xorg-video-nvidia|firmware-nvidia-|cuda-drivers).*"
+    r"|libcuda1|libcudadebugger1|libnvcuvid1|libnvoptix1"
+)
+# What a host needs only when it manages NVSwitch itself.
+FABRIC_PACKAGES = ("nvlsm",)
+# A plan that does nothing.
+NOTHING: dict[str, t.Any] = {
+    "case": "off",
+    "act": False,
+    "missing": [],
+    "services": [],
+    "reboot": "",
+    "hold": [],
+    "pin": "",
+    "nouveau": False,
+    "lambda_stack": False,
+    "ask": [],
+    "text": "",
+}
 
 
 class CudaError(ValueError):
     """A host that cannot be prepared as it was asked for; the message is one sentence for the operator."""
 
 
-def repository(system: t.Mapping[str, str], settings: t.Mapping[str, t.Any]) -> dict[str, str]:
-    """Address, key and fingerprint of NVIDIA's repository for a system; what the operator set wins."""
+def repository(
+    system: t.Mapping[str, str], settings: t.Mapping[str, t.Any], sources: t.Iterable[t.Mapping[str, t.Any]] = ()
+) -> dict[str, str]:
+    """Address, key and fingerprint of NVIDIA's repository for a system; what the operator set wins.
+
+    C(there) is the file of apt that has the repository already, as the package cuda-keyring brings it: a second entry
+    with another key makes apt refuse everything.
+    """
     place = (system.get("ID", ""), system.get("VERSION_ID", ""))
     name = DISTRIBUTIONS.get(place)
     url, key = str(settings["repository_url"]), str(settings["key_url"])
     fingerprint = str(settings["key_fingerprint"]).replace(" ", "").upper()
-    if url and key and (fingerprint or settings["key_sha256"]):
-        return {"url": url, "key": key, "fingerprint": fingerprint}
-    if name is None:
+    known = fingerprint or settings["key_sha256"]
+    if url and key and known:
+        return {"url": url, "key": key, "fingerprint": fingerprint, "there": listed_in(url, sources)}
+    if name is None and not (url and listed_in(url, sources)):
         raise CudaError(
             f"{place[0] or 'This system'} {place[1]} has no CUDA repository that this role knows (Ubuntu 22.04, 24.04, "
             "Debian 12, 13): set cuda_repository_url, cuda_key_url and cuda_key_fingerprint."
         )
     machine = system.get("machine", "x86_64")
-    if name == "debian13" and machine != "x86_64":
+    if name == "debian13" and machine != "x86_64" and not url:
         raise CudaError("NVIDIA has no CUDA repository for Debian 13 on arm64: use Ubuntu 24.04 or Debian 12 there.")
-    if name == "debian13" and not fingerprint and not settings["key_sha256"]:
+    base = url or (
+        "https://developer.download.nvidia.com/compute/cuda/repos/"
+        f"{name}/{'x86_64' if machine == 'x86_64' else 'sbsa'}/"
+    )
+    there = listed_in(base, sources)
+    if name == "debian13" and not known and not there:
         raise CudaError(
             "NVIDIA signs its Debian 13 repository with a key of its own, which this role does not "
             "know in full (it ends "
             "in 8793F200): set cuda_key_url, and cuda_key_fingerprint or cuda_key_sha256, after looking at it."
         )
-    base = url or (
-        "https://developer.download.nvidia.com/compute/cuda/repos/"
-        f"{name}/{'x86_64' if machine == 'x86_64' else 'sbsa'}/"
+    key = key or f"{base.rstrip('/')}/3bf863cc.pub"
+    return {"url": base, "key": key, "fingerprint": fingerprint or OLD_KEY, "there": there}
+
+
+def listed_in(url: str, sources: t.Iterable[t.Mapping[str, t.Any]]) -> str:
+    """The file of apt, other than the role's own, that has a repository; empty when none has."""
+    # apt takes an address with and without its last slash for the same.
+    return next(
+        (one["file"] for one in sources if one["url"].rstrip("/") == url.rstrip("/") and one["file"] != OWN_SOURCE), ""
     )
-    return {"url": base, "key": key or f"{base.rstrip('/')}/3bf863cc.pub", "fingerprint": fingerprint or OLD_KEY}
 
 
 def fingerprints(content: bytes) -> list[str]:
@@ -106,12 +147,13 @@ def plan(settings: t.Mapping[str, t.Any], look: t.Mapping[str, t.Any]) -> dict[s
     """The case that a host is, in one sentence, and what to do about it.
 
     C(case): C(off), C(none), C(leave), C(compat), C(companions), C(install), C(upgrade). C(act) is whether packages are
-    to be changed; C(services) are to be enabled and started; C(reboot) says why a reboot is needed, or nothing.
+    to be changed; C(pin) is a branch that apt must stay on while they are; C(services) are to be enabled and started;
+    C(nouveau) is whether that driver is in the way of one that is installed; C(lambda_stack) is whether Lambda Stack
+    owns the driver; C(reboot) says why a reboot is needed, or nothing.
     """
     manage = str(settings["manage_driver"]).lower()
     driver, packages = look["driver"], look["packages"] or {}
-    result: dict[str, t.Any] = {"case": "off", "act": False, "missing": [], "services": [], "reboot": "", "hold": []}
-    result["unhold"] = []
+    result = {**NOTHING, "ask": names(settings, look)}
     if manage == "false":
         return {**result, "text": "The driver is not managed here (cuda_manage_driver: false)."}
     version = driver["running"] or driver["installed"]
@@ -119,7 +161,9 @@ def plan(settings: t.Mapping[str, t.Any], look: t.Mapping[str, t.Any]) -> dict[s
         return {**result, "case": "none", "text": "There is no NVIDIA GPU and no driver: nothing to do."}
     floor, lambda_stack = str(settings["driver_floor"]), is_lambda(packages)
     flavour = driver["installed_flavour"] or driver["running_flavour"]
-    result["reboot"] = reboot_reason(driver)
+    result["lambda_stack"] = lambda_stack
+    result["reboot"] = reboot_reason(driver, look.get("modules", ()))
+    result["nouveau"] = bool(driver["installed"]) and "nouveau" in look.get("modules", ()) and not lambda_stack
     new_enough = bool(version) and release_of(driver["installed"] or version) >= release_of(floor)
     if new_enough and flavour != "proprietary":
         return _right(settings, look, result, lambda_stack)
@@ -131,7 +175,8 @@ def plan(settings: t.Mapping[str, t.Any], look: t.Mapping[str, t.Any]) -> dict[s
         release = re.search(r"(\d+)-(\d+)$", settings["compat_package"])
         folder = f"/usr/local/cuda-{release.group(1)}.{release.group(2)}/compat" if release else "their folder"
         text = f"{told} CUDA's compatibility libraries bridge it: serve_environment needs LD_LIBRARY_PATH: {folder}."
-        return {**result, "case": "compat", "act": bool(missing), "missing": missing, "text": text}
+        more = {"missing": missing, "hold": _to_hold(settings, packages, version), "pin": _pin(settings, look)}
+        return {**result, **more, "case": "compat", "act": bool(missing), "text": text}
     if driver["run_file"]:
         raise CudaError(
             f"{told} It came from a .run file: remove it with nvidia-uninstall, packages cannot replace it."
@@ -142,12 +187,9 @@ def plan(settings: t.Mapping[str, t.Any], look: t.Mapping[str, t.Any]) -> dict[s
             f"{told} {owner}set cuda_manage_driver: true (upgrade and reboot)"
             f"{' or cuda_compat: true (compatibility libraries)' if version and flavour != 'proprietary' else ''}."
         )
-    # A hold on a companion of the old branch, which the new one replaces, stops apt even when it may change holds.
-    letting_go = [name for name in packages.get("held", []) if kind_of(name) != name]
     case = "upgrade" if version else "install"
     text = f"{told} {settings['driver_package']} of branch {settings['branch']} is installed."
-    more = {"text": text, "services": services(settings, look), "unhold": letting_go}
-    return {**result, "case": case, "act": True, **more}
+    return {**result, "case": case, "act": True, "text": text, "services": services(settings, look)}
 
 
 def _right(
@@ -172,25 +214,57 @@ def _right(
     ]
     owner = " from Lambda Stack" if lambda_stack else ""
     text = f"Driver {version}{owner} is new enough and open"
-    hold = [
-        name
-        for name in sorted(packages.get("installed", {}))
-        if settings["hold"] and not lambda_stack and _held_name(name, settings) and name not in packages.get("held", [])
-    ]
-    result = {**result, "services": services(settings, look), "hold": hold if packages.get("installed") else []}
-    extra = [name for name in settings["extra_packages"] if name not in packages.get("installed", {})]
-    if missing or unlike or extra:
-        parts = [f"{', '.join(missing + extra)} is missing"] if missing or extra else []
-        parts += [f"{', '.join(unlike)} does not fit"] if unlike else []
+    extra = [name for name in extras(settings, look) if name not in packages.get("installed", {})]
+    parts = [f"{', '.join(missing + extra)} is missing"] if missing or extra else []
+    parts += [f"{', '.join(unlike)} does not fit"] if unlike else []
+    # Lambda brings its own, from a repository that outranks all others: NVIDIA's beside it is the operator's decision.
+    if lambda_stack and str(settings["manage_driver"]).lower() != "true":
+        lack = f" {' and '.join(parts)}: upgrade Lambda Stack, or set cuda_manage_driver: true." if parts else ""
+        return {**result, "case": "leave", "text": f"{text}: it is left alone.{lack}"}
+    hold = _to_hold(settings, packages, version)
+    result = {**result, "services": services(settings, look), "hold": hold}
+    if parts:
         again = [entry["package"] for kind, entry in companions.items() if upstream_of(entry["version"]) != version]
         return {
             **result,
             "case": "companions",
             "act": True,
             "missing": sorted({*missing, *again}) + extra,
+            "pin": _pin(settings, look),
             "text": f"{text}; {' and '.join(parts)}: installed in exactly that version.",
         }
     return {**result, "case": "leave", "text": f"{text}: it is left alone."}
+
+
+def _to_hold(settings: t.Mapping[str, t.Any], packages: t.Mapping[str, t.Any], version: str | None) -> list[str]:
+    """What of the driver is installed and not held yet: every package of its branch, or a dependency moves alone."""
+    if not settings["hold"] or is_lambda(packages):
+        return []
+    return [
+        name
+        for name, entry in sorted(packages.get("installed", {}).items())
+        if name not in packages.get("held", [])
+        and (kind_of(name) != name or name in (settings["driver_package"], "nvlsm") or of_driver(name, entry, version))
+    ]
+
+
+def of_driver(name: str, entry: t.Mapping[str, t.Any], version: str | None) -> bool:
+    """Whether a package is part of a driver of this version's branch."""
+    branch = release_of(version)[:1]
+    return bool(
+        branch
+        and release_of(entry["version"])[:1] == branch
+        and DRIVER_NAMES.fullmatch(name)
+        and not name.startswith("nvidia-driver-pinning")
+    )
+
+
+def _pin(settings: t.Mapping[str, t.Any], look: t.Mapping[str, t.Any]) -> str:
+    """The branch that a driver which stays is to be pinned to, when NVIDIA's repository comes beside it."""
+    installed = (look["packages"] or {}).get("installed", {})
+    if not settings["pinning_package"] or any(name.startswith("nvidia-driver-pinning") for name in installed):
+        return ""
+    return str(release_of(look["driver"]["installed"] or look["driver"]["running"])[0])
 
 
 def _wrong(version: str | None, flavour: str | None, floor: str) -> str:
@@ -209,22 +283,23 @@ def kind_of(name: str) -> str:
     return name
 
 
-def _held_name(name: str, settings: t.Mapping[str, t.Any]) -> bool:
-    return kind_of(name) != name or name in (settings["driver_package"], "nvlsm")
-
-
 def is_lambda(packages: t.Mapping[str, t.Any]) -> bool:
     """Whether Lambda Stack owns the driver: its metapackage, its origin, or its pin over all packages."""
     if any(name.startswith("lambda-") for name in packages.get("installed", {})):
         return True
     if "lambda" in {origin for origin in packages.get("origins", {}).values() if origin}:
         return True
-    return any("lambda" in pin["pin"] and pin["package"] == "*" for pin in packages.get("preferences", []))
+    return any("lambda" in pin["pin"].lower() and pin["package"] == "*" for pin in packages.get("preferences", []))
 
 
 def needs_fabric(settings: t.Mapping[str, t.Any], look: t.Mapping[str, t.Any]) -> bool:
     """Whether the host needs a Fabric Manager of its own: it has NVSwitch, and is no guest."""
     return bool(settings["fabric"]) and settings["virtualization"] in (None, "", "none") and bool(look["pci"])
+
+
+def extras(settings: t.Mapping[str, t.Any], look: t.Mapping[str, t.Any]) -> list[str]:
+    """Further packages that this host needs; a guest has no NVSwitch to manage."""
+    return [name for name in settings["extra_packages"] if name not in FABRIC_PACKAGES or needs_fabric(settings, look)]
 
 
 def services(settings: t.Mapping[str, t.Any], look: t.Mapping[str, t.Any]) -> list[str]:
@@ -238,13 +313,16 @@ def services(settings: t.Mapping[str, t.Any], look: t.Mapping[str, t.Any]) -> li
     ]
 
 
-def reboot_reason(driver: t.Mapping[str, t.Any]) -> str:
+def reboot_reason(driver: t.Mapping[str, t.Any], modules: t.Collection[str] = ()) -> str:
     """Why the driver needs a reboot, empty when it does not."""
     running, installed = driver["running"], driver["installed"]
     if running and installed and running != installed:
         return f"driver {running} runs and {installed} is installed"
     if running and driver["running_flavour"] != driver["installed_flavour"] and driver["installed_flavour"]:
         return f"the {driver['running_flavour']} module runs and the {driver['installed_flavour']} one is installed"
+    # It has the GPUs and seldom lets go of them: NVIDIA's driver, and every service of it, would fail to start.
+    if installed and not running and "nouveau" in modules:
+        return f"nouveau runs and driver {installed} is installed"
     return ""
 
 
@@ -254,7 +332,8 @@ def choose(
     """Packages with exact versions, after the repository and the pin are in place.
 
     C(first) is the plan, C(look) has the policy of apt in C(packages.policy). The driver comes in the version that
-    the pin leaves; a companion in that very version, under its own name or under that of the branch.
+    the pin leaves; a companion in that very version and from the same origin, under its own name or under that of the
+    branch.
     """
     policy = look["packages"]["policy"]
     branch = str(settings["branch"])
@@ -273,40 +352,77 @@ def choose(
             )
         chosen.append(f"{package}={candidate}")
         driver = upstream_of(candidate)
-        wanted = [*(settings["companions"] if needs_fabric(settings, look) else []), *settings["extra_packages"]]
+        origin = origin_kind(policy[package]["versions"].get(candidate, {}).get("origins", []))
+        wanted = [*(settings["companions"] if needs_fabric(settings, look) else []), *extras(settings, look)]
     else:
         driver = look["driver"]["installed"] or look["driver"]["running"]
+        origin = driver_origin(settings, look)
         wanted = list(first["missing"])
     held = [name.split("=")[0] for name in chosen]
     for name in wanted:
         if kind_of(name) == name:
             chosen.append(name)
             continue
-        found = _exact(name, branch, driver, policy)
+        found = _exact(name, branch, driver, policy, origin)
         chosen.append(f"{found[0]}={found[1]}")
         held.append(found[0])
     held += [name for name in wanted if name == "nvlsm"]
+    # A companion that is missing and one of another branch that is to be replaced are the same in the end.
+    chosen, held = list(dict.fromkeys(chosen)), list(dict.fromkeys(held))
     return {"packages": chosen, "hold": held if settings["hold"] else []}
 
 
-def _exact(
-    name: str, branch: str, driver: str | None, policy: t.Mapping[str, t.Mapping[str, t.Any]]
-) -> tuple[str, str]:
-    """A companion's name and version that equal the driver."""
+def driver_origin(settings: t.Mapping[str, t.Any], look: t.Mapping[str, t.Any]) -> str | None:
+    """Whose repository the installed driver came from; None when no repository of the host has it."""
+    packages, driver = look["packages"], look["driver"]
+    version = driver["installed"] or driver["running"]
+    whole = [
+        name
+        for name, entry in sorted(packages["installed"].items())
+        if kind_of(name) == name and of_driver(name, entry, version) and upstream_of(entry["version"]) == version
+    ]
+    first = [name for name in (settings["driver_package"], driver.get("owner")) if name in whole]
+    return next((packages["origins"][name] for name in [*first, *whole] if packages["origins"].get(name)), None)
+
+
+def _spellings(name: str, *versions: str | None) -> list[str]:
+    """Names that a companion has in the repositories: its own, and with a branch in it, as Canonical keeps it."""
     plain = re.sub(r"-\d+$", "", name)
-    for candidate in dict.fromkeys((name, plain, f"{plain}-{release_of(driver)[0] if driver else branch}")):
-        for version in (policy.get(candidate) or {}).get("versions", {}):
-            if upstream_of(version) == driver:
+    branches = [release_of(version)[0] for version in versions if release_of(version)]
+    return list(dict.fromkeys([name, plain, *[f"{plain}-{branch}" for branch in branches]]))
+
+
+def _exact(
+    name: str, branch: str, driver: str | None, policy: t.Mapping[str, t.Mapping[str, t.Any]], origin: str | None
+) -> tuple[str, str]:
+    """A companion's name and version that equal the driver, from the repository that the driver is from."""
+    plain = re.sub(r"-\d+$", "", name)
+    elsewhere = []
+    for candidate in _spellings(name, driver, branch):
+        for version, entry in (policy.get(candidate) or {}).get("versions", {}).items():
+            if upstream_of(version) != driver:
+                continue
+            kinds = {origin_kind([url]) for url in entry.get("origins", [])}
+            if origin is None or not kinds or origin in kinds:
                 return candidate, version
+            elsewhere += [f"{candidate} {version} ({', '.join(sorted(str(kind) for kind in kinds))})"]
+    if elsewhere:
+        raise CudaError(
+            f"The driver's packages are from the origin '{origin}', which has no {plain} in version {driver}; "
+            f"{', '.join(elsewhere)} is another's, and the two are not mixed: add a repository of '{origin}' that has "
+            "it, or install it yourself."
+        )
     raise CudaError(
         f"No repository of this host has {plain} in version {driver}, which the driver is: add one that has it."
     )
 
 
-def names(settings: t.Mapping[str, t.Any]) -> list[str]:
+def names(settings: t.Mapping[str, t.Any], look: t.Mapping[str, t.Any]) -> list[str]:
     """Every package whose policy C(choose) may ask for."""
-    branch = str(settings["branch"])
     found = [settings["driver_package"], settings["compat_package"], *settings["extra_packages"]]
-    for name in settings["companions"]:
-        found += [name, f"{name}-{branch}"]
-    return found
+    driver = look["driver"]["installed"] or look["driver"]["running"]
+    # An installed companion that does not fit can be of a kind that the host is not asked to have.
+    others = [entry["package"] for entry in ((look["packages"] or {}).get("companions") or {}).values()]
+    for name in [*settings["companions"], *others]:
+        found += _spellings(name, driver, str(settings["branch"]))
+    return list(dict.fromkeys(found))

@@ -140,11 +140,67 @@ def test_lambda_stack_is_left_in_peace():
     assert "from Lambda Stack" in plan["text"]
 
 
+def test_lambda_stack_gets_nothing_of_nvidia_beside_it_unless_told():
+    """What Lambda did not bring is named, and neither a repository, nor a package, nor a service is touched."""
+    stopped = {"nvidia-fabricmanager.service": {"active": "inactive", "enabled": "disabled"}}
+    bare = look({"nvidia-open": f"{VERSION}-0lambda1", "lambda-stack-cuda": "1"}, services=stopped)
+    plan = cuda_plan.plan(settings(), bare)
+    assert (plan["case"], plan["act"], plan["services"], plan["hold"], plan["pin"]) == ("leave", False, [], [], "")
+    assert plan["lambda_stack"] is True
+    assert plan["text"] == (
+        f"Driver {VERSION} from Lambda Stack is new enough and open: it is left alone. nvidia-fabricmanager, "
+        "libnvidia-nscq, libnvsdm, nvlsm is missing: upgrade Lambda Stack, or set cuda_manage_driver: true."
+    )
+    plan = cuda_plan.plan(settings(manage_driver="true"), bare)
+    assert (plan["case"], plan["act"]) == ("companions", True)
+    by_release = {"package": "*", "pin": "release o=Lambda Labs", "priority": "1001"}
+    assert cuda_plan.plan(settings(), look({"nvidia-open": f"{VERSION}-1"}, preferences=[by_release]))["act"] is False
+
+
+def test_a_guest_gets_nothing_that_manages_nvswitch():
+    guest = look({"nvidia-open": f"{VERSION}-1"}, held=["nvidia-open"])
+    assert cuda_plan.plan(settings(virtualization="kvm"), guest)["case"] == "leave"
+    plan = cuda_plan.plan(settings(virtualization="kvm", extra_packages=["nvlsm", "gpu-manager"]), guest)
+    assert plan["missing"] == ["gpu-manager"]
+    policy = {"nvidia-open": versions(f"{VERSION}-1")}
+    fresh = look({}, driver=driver(None, None), policy=policy)
+    alone = settings(virtualization="kvm")
+    assert cuda_plan.choose(alone, cuda_plan.plan(alone, fresh), fresh)["packages"] == [f"nvidia-open={VERSION}-1"]
+
+
+def test_a_driver_that_stays_is_pinned_before_a_repository_with_newer_ones_comes():
+    packages = {"nvidia-open": f"{VERSION}-1"}
+    assert cuda_plan.plan(settings(), look(packages))["pin"] == "580"
+    newer = look({"nvidia-open": "590.48.01-1"}, driver=driver("590.48.01", "590.48.01"))
+    assert cuda_plan.plan(settings(), newer)["pin"] == "590"
+    older = look({"nvidia-open": "570.1.1-1"}, driver=driver("570.1.1", "570.1.1"))
+    assert cuda_plan.plan(settings(compat=True), older)["pin"] == "570"
+    # Whoever pins already, or wants none.
+    pinned = look({**packages, "nvidia-driver-pinning-580": "580-1"})
+    assert cuda_plan.plan(settings(), pinned)["pin"] == ""
+    assert cuda_plan.plan(settings(pinning_package=""), look(packages))["pin"] == ""
+
+
+def test_every_package_of_the_drivers_branch_is_held():
+    packages = {
+        **RIGHT,
+        "nvidia-driver-open": f"{VERSION}-1",
+        "libnvidia-compute": f"{VERSION}-1",
+        "libcuda1": f"{VERSION}-1",
+        "nvidia-driver-pinning-580": "580-1",
+        "nvidia-container-toolkit": "1.18.0-1",
+        "libnvidia-container1": "1.18.0-1",
+    }
+    plan = cuda_plan.plan(settings(), look(packages, held=["nvidia-open"]))
+    assert plan["hold"] == sorted({*RIGHT, "nvidia-driver-open", "libnvidia-compute", "libcuda1"} - {"nvidia-open"})
+    old = {"nvidia-open": "570.1.1-1", "libnvidia-compute-570": "570.1.1-1"}
+    plan = cuda_plan.plan(settings(compat=True), look(old, driver=driver("570.1.1", "570.1.1")))
+    assert plan["hold"] == ["libnvidia-compute-570", "nvidia-open"]
+
+
 def test_told_so_an_old_driver_is_upgraded():
     old = look({"nvidia-open": "570.1.1-1"}, driver=driver("570.1.1", "570.1.1"))
     assert cuda_plan.plan(settings(manage_driver="true"), old)["case"] == "upgrade"
-    held = look({"nvidia-open": "570.1.1-1"}, driver=driver("570.1.1", "570.1.1"), held=["nvidia-fabricmanager-570"])
-    assert cuda_plan.plan(settings(manage_driver="true"), held)["unhold"] == ["nvidia-fabricmanager-570"]
     assert cuda_plan.plan(settings(compat=True), old)["missing"] == ["cuda-compat-13-0"]
     fresh = look({}, driver=driver(None, None))
     plan = cuda_plan.plan(settings(), fresh)
@@ -159,8 +215,64 @@ def test_a_reboot_has_a_reason():
     assert cuda_plan.reboot_reason(driver(None, VERSION)) == ""
 
 
-def versions(*found):
-    return {"candidate": found[0] if found else None, "versions": {one: {"priority": 500} for one in found}}
+def test_nouveau_in_the_way_is_for_the_reboot_policy():
+    plan = cuda_plan.plan(settings(), look(RIGHT, held=RIGHT, driver=driver(None, VERSION), modules=["nouveau"]))
+    assert plan["reboot"] == f"nouveau runs and driver {VERSION} is installed"
+    assert plan["nouveau"] is True
+    # Loaded for another card, and not in the way.
+    plan = cuda_plan.plan(settings(), look(RIGHT, held=RIGHT, modules=["nouveau"]))
+    assert plan["reboot"] == ""
+    nothing = look({}, driver=driver(None, None), modules=["nouveau"])
+    assert cuda_plan.plan(settings(), nothing)["reboot"] == ""
+
+
+def versions(*found, origins=()):
+    entries = {one: {"priority": 500, "origins": list(origins)} for one in found}
+    return {"candidate": found[0] if found else None, "versions": entries}
+
+
+NVIDIA = "https://developer.download.nvidia.com/compute/cuda/repos/ubuntu2404/x86_64"
+CANONICAL = "http://archive.ubuntu.com/ubuntu"
+
+
+def test_canonicals_names_of_another_branch_are_asked_for():
+    """cuda_branch is 580, the driver that is there is of 590: the branch in the name is the driver's."""
+    installed = {"nvidia-driver-590-server-open": "590.48.01-0ubuntu1"}
+    there = look(installed, driver=driver("590.48.01", "590.48.01"))
+    first = cuda_plan.plan(settings(), there)
+    assert {"nvidia-fabricmanager-590", "libnvidia-nscq-590", "nvidia-fabricmanager-580"} <= set(first["ask"])
+    names = ("nvidia-fabricmanager-590", "libnvidia-nscq-590", "libnvsdm-590")
+    there["packages"]["policy"] = {name: versions("590.48.01-0ubuntu1", origins=[CANONICAL]) for name in names}
+    there["packages"]["origins"] = {"nvidia-driver-590-server-open": "ubuntu"}
+    chosen = cuda_plan.choose(settings(), first, there)["packages"]
+    assert sorted(chosen) == sorted([*(f"{name}=590.48.01-0ubuntu1" for name in names), "nvlsm"])
+
+
+def test_a_companion_of_another_branch_is_replaced_once():
+    packages = {name: version for name, version in RIGHT.items() if name != "nvidia-fabricmanager"}
+    policy = {"nvidia-fabricmanager-580": versions(f"{VERSION}-1"), "nvidia-fabricmanager-570": versions("570.1.1-1")}
+    there = look({**packages, "nvidia-fabricmanager-570": "570.1.1-1"}, policy=policy)
+    first = cuda_plan.plan(settings(), there)
+    assert first["missing"] == ["nvidia-fabricmanager", "nvidia-fabricmanager-570"]
+    assert cuda_plan.choose(settings(), first, there)["packages"] == [f"nvidia-fabricmanager-580={VERSION}-1"]
+
+
+def test_companions_come_from_where_the_driver_is_from():
+    policy = {
+        "nvidia-fabricmanager": versions(f"{VERSION}-1", origins=[NVIDIA]),
+        "nvidia-fabricmanager-580": versions(f"{VERSION}-0ubuntu1", origins=[CANONICAL]),
+    }
+    packages = {name: version for name, version in RIGHT.items() if name != "nvidia-fabricmanager"}
+    wanted = {"nvidia": f"nvidia-fabricmanager={VERSION}-1", "ubuntu": f"nvidia-fabricmanager-580={VERSION}-0ubuntu1"}
+    for origin, expected in wanted.items():
+        there = look(packages, policy=policy, origins={"nvidia-open": origin})
+        assert cuda_plan.choose(settings(), cuda_plan.plan(settings(), there), there)["packages"] == [expected]
+    there = look(packages, policy=policy, origins={"nvidia-open": "lambda"})
+    with pytest.raises(cuda_plan.CudaError, match="The driver's packages are from the origin 'lambda', which has no"):
+        cuda_plan.choose(settings(), cuda_plan.plan(settings(manage_driver="true"), there), there)
+    # Nobody has the driver's version any more: its version alone counts.
+    there = look(packages, policy=policy)
+    assert cuda_plan.choose(settings(), cuda_plan.plan(settings(), there), there)["packages"] == [wanted["nvidia"]]
 
 
 def test_companions_come_in_the_drivers_version_and_under_the_name_there_is():
@@ -222,7 +334,22 @@ def test_systems_without_a_repository_are_told(system, sentence):
 def test_a_mirror_wins():
     mirror = settings(repository_url="http://mirror/cuda", key_url="http://mirror/key", key_fingerprint="ab cd")
     found = cuda_plan.repository({"ID": "fedora", "VERSION_ID": "42"}, mirror)
-    assert found == {"url": "http://mirror/cuda", "key": "http://mirror/key", "fingerprint": "ABCD"}
+    assert found == {"url": "http://mirror/cuda", "key": "http://mirror/key", "fingerprint": "ABCD", "there": ""}
+
+
+def test_an_entry_that_is_there_is_used_again():
+    """A second one with another key makes apt refuse everything, with a last slash or without."""
+    url = "https://developer.download.nvidia.com/compute/cuda/repos/debian13/x86_64"
+    keyring = {"file": "/etc/apt/sources.list.d/cuda-debian13-x86_64.list", "url": f"{url}/", "signed_by": "/x.gpg"}
+    system = {"ID": "debian", "VERSION_ID": "13", "machine": "x86_64"}
+    assert cuda_plan.repository(system, settings(), [keyring])["there"] == keyring["file"]
+    assert cuda_plan.repository(system, settings(repository_url=url), [keyring])["there"] == keyring["file"]
+    own = {"file": cuda_plan.OWN_SOURCE, "url": f"{url}/", "signed_by": "/y.asc"}
+    trusted = settings(key_fingerprint="ABCD")
+    assert cuda_plan.repository(system, trusted, [own])["there"] == ""
+    assert cuda_plan.repository(system, trusted, [own, keyring])["there"] == keyring["file"]
+    other = {**keyring, "url": url.replace("debian13", "debian12")}
+    assert cuda_plan.repository(system, trusted, [other])["there"] == ""
 
 
 def packet(tag, body):
