@@ -17,9 +17,10 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 BASE = Path(sys.argv[1])
-REPOSITORY, NODE = BASE / "repository", BASE / "node"
+REPOSITORY, LAMBDA, NODE = BASE / "repository", BASE / "lambda", BASE / "node"
 
 LOAD = f"""#!/usr/bin/python3
 import json
@@ -58,16 +59,23 @@ REAL = {"570": "570.148.08", "580": "580.159.04", "590": "590.48.01"}
 
 
 def package(
-    name: str, version: str, files: dict[str, str] | None = None, depends: str = "", postinst: str = ""
+    name: str,
+    version: str,
+    files: dict[str, str | bytes] | None = None,
+    depends: str = "",
+    *,
+    postinst: str = "",
+    repository: Path = REPOSITORY,
 ) -> None:
-    """Build one package and put it into the repository."""
+    """Build one package and put it into a repository."""
     tree = BASE / "build"
     shutil.rmtree(tree, ignore_errors=True)
     for path, content in (files or {}).items():
         file = tree / path.lstrip("/")
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(content)
-        file.chmod(0o755 if content.startswith("#!") else 0o644)
+        data = content if isinstance(content, bytes) else content.encode()
+        file.write_bytes(data)
+        file.chmod(0o755 if data.startswith(b"#!") else 0o644)
     control = tree / "DEBIAN"
     control.mkdir(parents=True)
     lines = [f"Package: {name}", f"Version: {version}", "Architecture: all", "Maintainer: Nobody <nobody@example.org>"]
@@ -78,7 +86,7 @@ def package(
     if postinst:
         (control / "postinst").write_text(postinst)
         (control / "postinst").chmod(0o755)
-    target = REPOSITORY / f"{name}_{version.replace(':', '%3a')}_all.deb"
+    target = repository / f"{name}_{version.replace(':', '%3a')}_all.deb"
     command = ["dpkg-deb", "--root-owner-group", "-Znone", "--build", str(tree), str(target)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
@@ -93,7 +101,7 @@ def packages() -> None:
             ),
         }
         postinst = INSTALL.replace("@VERSION@", version)
-        package("nvidia-open", full, load, f"nvidia-persistenced (= {full})", postinst)
+        package("nvidia-open", full, load, f"nvidia-persistenced (= {full})", postinst=postinst)
         unit = UNIT.format(service=LOADING.format(node=NODE))
         package("nvidia-persistenced", full, {"/lib/systemd/system/nvidia-persistenced.service": unit})
         manager = {"/lib/systemd/system/nvidia-fabricmanager.service": UNIT.format(service=STAY)}
@@ -104,62 +112,66 @@ def packages() -> None:
     dcgm = {"/lib/systemd/system/nvidia-dcgm.service": UNIT.format(service=STAY)}
     package("datacenter-gpu-manager-4-cuda13", "1:4.4.0-1", dcgm)
     package("nvidia-driver-pinning-580", "580-1", {"/etc/apt/preferences.d/nvidia-driver-pinning-580": PIN})
-    package("lambda-stack-cuda", "0.1.15")
+    keyring = "/usr/share/keyrings/cuda-archive-keyring.gpg"
+    entry = f"deb [signed-by={keyring}] file:{REPOSITORY} /\n"
+    files = {keyring: (BASE / "key.gpg").read_bytes(), "/etc/apt/sources.list.d/cuda-debian12-x86_64.list": entry}
+    package("cuda-keyring", "1.1-1", files)
     package("cuda-compat-13-0", "580.159.04-1", {"/usr/local/cuda-13.0/compat/libcuda.so.580.159.04": ""})
+    # Lambda Stack has a repository of its own, with a driver that is older.
+    old = f"{REAL['570']}-0lambda1"
+    package("lambda-stack-cuda", "0.1.15", repository=LAMBDA)
+    package("nvidia-open", old, depends=f"nvidia-persistenced (= {old})", repository=LAMBDA)
+    package("nvidia-persistenced", old, repository=LAMBDA)
 
 
-def index() -> None:
-    """Packages, Release and InRelease of a flat repository."""
+def index(repository: Path, origin: str) -> None:
+    """Packages and Release of a flat repository."""
     stanzas = []
-    for deb in sorted(REPOSITORY.glob("*.deb")):
+    for deb in sorted(repository.glob("*.deb")):
         fields = subprocess.run(["dpkg-deb", "--field", deb], check=True, capture_output=True, text=True).stdout.strip()
         content = deb.read_bytes()
         sums = f"Filename: ./{deb.name}\nSize: {len(content)}\nSHA256: {hashlib.sha256(content).hexdigest()}"
         stanzas.append(f"{fields}\n{sums}\n")
     text = "\n".join(stanzas).encode()
-    (REPOSITORY / "Packages").write_bytes(text)
-    (REPOSITORY / "Packages.gz").write_bytes(gzip.compress(text, mtime=0))
+    (repository / "Packages").write_bytes(text)
+    (repository / "Packages.gz").write_bytes(gzip.compress(text, mtime=0))
     sums = []
     for name in ("Packages", "Packages.gz"):
-        content = (REPOSITORY / name).read_bytes()
+        content = (repository / name).read_bytes()
         sums.append(f" {hashlib.sha256(content).hexdigest()} {len(content)} {name}\n")
-    (REPOSITORY / "Release").write_text(f"Origin: NVIDIA\nLabel: stand-in\nSuite: stable\nSHA256:\n{''.join(sums)}")
+    (repository / "Release").write_text(f"Origin: {origin}\nLabel: stand-in\nSuite: stable\nSHA256:\n{''.join(sums)}")
 
 
-def sign() -> str:
-    """Make a key, sign with it, and give its fingerprint."""
-    home = BASE / "gnupg"
-    home.mkdir(mode=0o700)
-    gpg = [
-        "gpg",
-        "--homedir",
-        str(home),
-        "--batch",
-        "--yes",
-        "--quiet",
-        "--pinentry-mode",
-        "loopback",
-        "--passphrase",
-        "",
-    ]
-    subprocess.run([*gpg, "--quick-generate-key", "Stand-in <a@example.org>", "rsa3072", "sign", "never"], check=True)
-    listed = subprocess.run([*gpg, "--with-colons", "--list-keys"], check=True, capture_output=True, text=True).stdout
+def gpg(*words: str, **options: Any) -> subprocess.CompletedProcess:
+    home = ["--homedir", str(BASE / "gnupg"), "--batch", "--yes", "--quiet"]
+    return subprocess.run(
+        ["gpg", *home, "--pinentry-mode", "loopback", "--passphrase", "", *words], check=True, **options
+    )
+
+
+def key() -> str:
+    """Make a key, write it armoured and binary, and give its fingerprint."""
+    (BASE / "gnupg").mkdir(mode=0o700)
+    gpg("--quick-generate-key", "Stand-in <a@example.org>", "rsa3072", "sign", "never")
+    listed = gpg("--with-colons", "--list-keys", capture_output=True, text=True).stdout
     fingerprint = next(line.split(":")[9] for line in listed.splitlines() if line.startswith("fpr:"))
-    with (BASE / "key.asc").open("wb") as file:
-        subprocess.run([*gpg, "--armor", "--export", fingerprint], check=True, stdout=file)
-    words = ["--clearsign", "--output", str(REPOSITORY / "InRelease"), str(REPOSITORY / "Release")]
-    subprocess.run([*gpg, *words], check=True)
-    subprocess.run(["gpgconf", "--homedir", str(home), "--kill", "all"], check=True)
+    (BASE / "key.asc").write_bytes(gpg("--armor", "--export", fingerprint, capture_output=True).stdout)
+    (BASE / "key.gpg").write_bytes(gpg("--export", fingerprint, capture_output=True).stdout)
     return fingerprint
 
 
 def main() -> None:
     REPOSITORY.mkdir(parents=True)
+    LAMBDA.mkdir()
+    fingerprint = key()
     packages()
-    index()
-    (BASE / "fingerprint").write_text(sign())
-    for folder, _folders, _files in os.walk(REPOSITORY):
-        Path(folder).chmod(0o755)
+    for repository, origin in ((REPOSITORY, "NVIDIA"), (LAMBDA, "Lambda Labs")):
+        index(repository, origin)
+        gpg("--clearsign", "--output", str(repository / "InRelease"), str(repository / "Release"))
+        for folder, _folders, _files in os.walk(repository):
+            Path(folder).chmod(0o755)
+    subprocess.run(["gpgconf", "--homedir", str(BASE / "gnupg"), "--kill", "all"], check=True)
+    (BASE / "fingerprint").write_text(fingerprint)
 
 
 if __name__ == "__main__":
