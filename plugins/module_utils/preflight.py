@@ -711,7 +711,7 @@ def _nvlink(host: Host) -> t.Iterator[Problem]:
     "NVLinks without errors",
     WARN,
     needs="fabric",
-    looks_at="replay, recovery and CRC error counters",
+    looks_at="counters of errors, recoveries, discards and code words that needed much correction",
     remedy="Watch whether they grow under load (playbooks/fabric_test.yml); growing counters are the vendor's to mend.",
 )
 def _nvlink_errors(host: Host) -> t.Iterator[Problem]:

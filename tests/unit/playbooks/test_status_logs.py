@@ -32,6 +32,7 @@ def play(tmp_path):
                 "ansible_python_interpreter": sys.executable,
                 "serve_unit": "no-such-unit-here.service",
                 "serve_api_key": KEY,
+                "serve_unit_extra": {"PrivateTmp": "no"},
                 "vllm_venv": str(tmp_path / "venv"),
                 "checkpoint_path": str(tmp_path / "checkpoint"),
             },

@@ -43,6 +43,7 @@ class Controller:
             "serve_api_host": "127.0.0.1",
             "serve_api_port": int(server.url.rpartition(":")[2]),
             "serve_api_key": KEY,
+            "serve_unit_extra": {"PrivateTmp": "no"},
             "bench_api_key_file": str(folder / "api.key"),
             "bench_user": "",
             "bench_workloads": SMALL,
