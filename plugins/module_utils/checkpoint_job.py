@@ -663,6 +663,9 @@ class Checkpoint:
                 self._hashed.add(entry.path)
                 previous = self._receipts.get(entry.path)
                 self._record(entry, stats, digest, previous["source"] if previous else "found")
+                if previous is None and not self._request.check:
+                    # A run that was killed after the file got its name has left the notes of how far it was.
+                    fetch.forget_part(self._work_directory, entry)
                 self._offer(entry, self._final(entry))
             else:
                 wrong.append((entry, digest.found))

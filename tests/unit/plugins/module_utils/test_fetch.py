@@ -402,6 +402,17 @@ class Reluctant:
             return module_exchange.GRANTED
 
 
+class Looks:
+    """A wait that notes how long it was asked for."""
+
+    def __init__(self, wait: Any, asked: list[float]) -> None:
+        self.wait, self.asked = wait, asked
+
+    def __call__(self, seconds: float) -> bool:
+        self.asked.append(seconds)
+        return self.wait(seconds)
+
+
 def test_a_refused_claim_is_not_made_again_at_once_and_loses_no_place(
     world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -421,13 +432,7 @@ def test_a_refused_claim_is_not_made_again_at_once_and_loses_no_place(
             exchange=exchange,
         )
         waits: list[float] = []
-        real = fetcher._changed.wait
-
-        def wait(seconds: float, waits: list[float] = waits, real: Any = real) -> bool:
-            waits.append(seconds)
-            return real(seconds)
-
-        fetcher._changed.wait = wait
+        fetcher._changed.wait = Looks(fetcher._changed.wait, waits)
         fetcher.run([module.Task(entry, str(tmp_path / f"{threads}" / entry.path)) for entry in entries])
         assert exchange.claims == refusals + len(entries)
         assert waits.count(module._LOOK_AGAIN) == refusals
@@ -594,6 +599,17 @@ def test_killed_fifty_times_it_ends_with_every_byte_right_and_none_fetched_twice
         for end, start in zip(ends[:-1], starts[1:], strict=True):
             # What was on its way when the process was killed, more on a busy machine, and what is no whole block.
             assert end - start <= 5 * step + 4096, (path, starts, ends)
+
+
+def test_what_a_run_leaves_that_was_killed_when_the_file_had_its_name_is_cleared_away(world: Any) -> None:
+    world.publish({"a.bin": b"x" * 10_000})
+    world.run()
+    (world.own("receipts.json")).unlink()
+    journal = Path(module.part_path(str(world.own("parts")), listed(world, "a.bin")) + ".journal")
+    journal.write_text("10000")
+    world.run()
+    assert list(world.own("parts").iterdir()) == []
+    assert complete(world)
 
 
 def test_clocks_that_jump_change_nothing(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
