@@ -8,17 +8,20 @@
     checks.py units sanity      some by name
     checks.py --list
 
-A check writes its full output to .cache/logs/<name>.log and passes when every command in it does. The closing line
-counts checks.
+A check writes its full output to .cache/logs/<name>.log and passes when every command in it does, each within its
+limit of time: a check that hangs is told and ended, so that the others still have their say. The closing lines name
+what failed and count checks.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -42,6 +45,11 @@ INVENTORY = ROOT / "inventory" / "lab" / "hosts.yml"
 COLLECTION = ("baremetal", "kimi_k3")
 # Nobody waits for these: they take what the checks beside them leave of the processor.
 PATIENT = ["ansible-lint", "units-oldest", "bench-smoke", "sanity", "build"]
+# Seconds that one command of a check may take: several times what it takes on two busy cores.
+LIMIT = 1200.0
+LIMITS = {"molecule-default": 2400.0}
+# Seconds that an interrupted command has to say where it stood.
+GRACE = 30.0
 SCENARIOS = ["cuda", "fabric", "preflight", "vllm", "checkpoint", "serve", "default"]
 
 Check = t.Callable[["Log"], None]
@@ -49,6 +57,39 @@ Check = t.Callable[["Log"], None]
 
 class CheckError(Exception):
     """One sentence on what did not hold."""
+
+
+RUNNING: set[subprocess.Popen[bytes]] = set()
+
+
+def processes() -> dict[int, tuple[int, int, str]]:
+    """Parent, group and what ps says of each process, by process id, parents first."""
+    command = ["ps", "-e", "--forest", "-o", "pid,ppid,pgid,stat,etimes,wchan:24,args"]
+    told = subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()[1:]
+    rows = ((line.split(maxsplit=3), line) for line in told)
+    return {int(pid): (int(parent), int(group), line[:300]) for (pid, parent, group, _), line in rows}
+
+
+def family(group: int) -> dict[int, str]:
+    """The members of a group and all that they started: Ansible's workers have sessions of their own."""
+    found: dict[int, str] = {}
+    for pid, (parent, owner, line) in processes().items():
+        if owner == group or parent in found:
+            found[pid] = line
+    return found
+
+
+def end(run: subprocess.Popen[bytes]) -> None:
+    """End a command and all that it started; what an interrupt says of where it stood is worth a moment."""
+    members = family(run.pid)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(run.pid, signal.SIGINT)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        run.wait(GRACE)
+    for pid in members.keys() & processes().keys():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    run.wait()
 
 
 class Log:
@@ -59,9 +100,10 @@ class Log:
         self.path = LOGS / f"{name}.log"
         self.prefix = ["nice", "-n", "10"] if name in PATIENT else []
         self.path.write_text("", encoding="utf-8")
+        self.limit = LIMITS.get(name, LIMIT)
 
     def run(self, *words: str | Path, cwd: Path = ROOT, env: dict[str, str] | None = None, expect: int = 0) -> str:
-        """The output of a command; fails the check unless it exits as expected."""
+        """The output of a command; fails the check unless it exits as expected within the limit."""
         command = [*self.prefix, *(str(word) for word in words)]
         # What somebody has set for Ansible, a path of collections before all, is not what is checked.
         own = {name: value for name, value in os.environ.items() if not name.startswith("ANSIBLE_")}
@@ -70,12 +112,24 @@ class Log:
             log.write(f"$ {' '.join(command)}\n")
             log.flush()
             start = log.tell()
-            run = subprocess.run(
-                command, cwd=cwd, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL, check=False
+            # A group of its own, so that whatever it started can be ended with it.
+            run = subprocess.Popen(
+                command, cwd=cwd, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL, process_group=0
             )
+            RUNNING.add(run)
+            try:
+                code = run.wait(self.limit)
+            except subprocess.TimeoutExpired:
+                stands = "\n".join(family(run.pid).values())
+                log.write(f"after {self.limit:g} s these still ran:\n{stands}\n")
+                log.flush()
+                end(run)
+                raise CheckError(f"'{' '.join(command)}' did not end within {self.limit:g} s") from None
+            finally:
+                RUNNING.discard(run)
         output = self.path.read_bytes()[start:].decode("utf-8", "replace")
-        if run.returncode != expect:
-            raise CheckError(f"'{' '.join(command)}' exited {run.returncode}, not {expect}")
+        if code != expect:
+            raise CheckError(f"'{' '.join(command)}' exited {code}, not {expect}")
         return output
 
     def say(self, text: str) -> None:
@@ -373,13 +427,13 @@ def perform(name: str) -> str | None:
     return failure
 
 
-def perform_all(names: list[str]) -> list[str | None]:
-    """What did not hold, of each check that was run."""
+def perform_all(names: list[str]) -> dict[str, str | None]:
+    """What did not hold, or None, of each check that was run."""
     done = {name: Event() for name in names}
     interrupted = Event()
 
-    def lane(members: list[str]) -> list[str | None]:
-        results = []
+    def lane(members: list[str]) -> dict[str, str | None]:
+        results = {}
         for name in [name for name in names if name in members]:
             for other in AFTER.get(name, []):
                 if other in done:
@@ -387,7 +441,7 @@ def perform_all(names: list[str]) -> list[str | None]:
             if interrupted.is_set():
                 break
             try:
-                results.append(perform(name))
+                results[name] = perform(name)
             finally:
                 done[name].set()
         return results
@@ -395,10 +449,12 @@ def perform_all(names: list[str]) -> list[str | None]:
     with ThreadPoolExecutor(2) as lanes:
         parts = [lanes.submit(lane, members) for members in (REST, HOSTS)]
         try:
-            return [result for part in parts for result in part.result()]
+            return {**parts[0].result(), **parts[1].result()}
         except KeyboardInterrupt:
-            # The commands that run got it from the terminal; what has not begun stays so.
+            # What has not begun stays so; the groups of what runs did not get it from the terminal.
             interrupted.set()
+            for run in list(RUNNING):
+                end(run)
             for event in done.values():
                 event.set()
             raise
@@ -418,9 +474,11 @@ def main() -> int:
             parser.error(f"no check '{name}': see --list")
         names += [part for part in GROUPS.get(name, [name]) if part not in names]
     results = perform_all(names)
-    failures = [failure for failure in results if failure is not None]
+    failures = {name: failure for name, failure in results.items() if failure is not None}
     if names == GROUPS["all"] and not failures and LAB.exists():
         subprocess.run([sys.executable, str(LAB), "down"], check=False)
+    for name, failure in failures.items():
+        print(f"FAIL {name}: {failure}", flush=True)
     print(f"{len(names) - len(failures)} passed, {len(failures)} failed", flush=True)
     return 1 if failures else 0
 
