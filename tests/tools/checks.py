@@ -66,8 +66,8 @@ def processes() -> dict[int, tuple[int, int, str]]:
     """Parent, group and what ps says of each process, by process id, parents first."""
     command = ["ps", "-e", "--forest", "-o", "pid,ppid,pgid,stat,etimes,wchan:24,args"]
     told = subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()[1:]
-    rows = ((line.split(maxsplit=3), line) for line in told)
-    return {int(pid): (int(parent), int(group), line[:300]) for (pid, parent, group, _), line in rows}
+    rows = ((line.split(maxsplit=3)[:3], line) for line in told)
+    return {int(pid): (int(parent), int(group), line[:300]) for (pid, parent, group), line in rows}
 
 
 def family(group: int) -> dict[int, str]:

@@ -147,10 +147,11 @@ def test_a_disk_that_is_too_small_and_then_made_larger(empty):
 
 def test_a_disk_that_fills_while_it_is_fetched_to(empty, hub):
     host, path = empty.host, empty.path
-    host.check_output(f"mkdir -p {path} && mount -t tmpfs -o size=2g none {path}")
+    host.check_output(f"mkdir -p {path} && mount -t tmpfs -o size=64m none {path}")
     result = {}
     try:
-        hub.fault("trickle", path=SHARD, on="cdn", rate=100_000)
+        # All of them, half a minute long: to fill the disk takes a moment of it, also on a busy machine.
+        hub.fault("trickle", path="*.safetensors", on="cdn", times=None, rate=200_000)
         run = threading.Thread(target=lambda: result.update(empty.hold(allow_tmpfs=True, connections=1)))
         run.start()
         empty.until(lambda: host.file(f"{path}/model-00001-of-00016.safetensors").exists)

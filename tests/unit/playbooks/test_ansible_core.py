@@ -35,7 +35,7 @@ def test_playbooks_of_many_plays_end_on_a_busy_machine(tmp_path):
     words = ["ansible-playbook", "-i", "one,two,", str(playbook)]
     runs = [
         subprocess.Popen(words, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        for _ in range(2 * (os.cpu_count() or 1))
+        for number in range(2 * (os.cpu_count() or 1))
     ]
     try:
         outputs = [run.communicate(timeout=120)[0].decode() for run in runs]
