@@ -62,20 +62,16 @@ class CheckError(Exception):
 RUNNING: set[subprocess.Popen[bytes]] = set()
 
 
-def processes() -> dict[int, tuple[int, int, str]]:
-    """Parent, group and what ps says of each process, by process id, parents first."""
-    command = ["ps", "-e", "--forest", "-o", "pid,ppid,pgid,stat,etimes,wchan:24,args"]
-    told = subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()[1:]
-    rows = ((line.split(maxsplit=3)[:3], line) for line in told)
-    return {int(pid): (int(parent), int(group), line[:300]) for (pid, parent, group), line in rows}
-
-
 def family(group: int) -> dict[int, str]:
-    """The members of a group and all that they started: Ansible's workers have sessions of their own."""
+    """What ps says of the members of a group and of all that they started: Ansible's workers have own sessions."""
+    command = ["ps", "-e", "--forest", "-o", "pid,ppid,pgid,stat,etimes,wchan:24,args"]
+    told = subprocess.run(command, capture_output=True, text=True, check=False).stdout
     found: dict[int, str] = {}
-    for pid, (parent, owner, line) in processes().items():
+    # Parents come first.
+    for line in told.splitlines()[1:]:
+        pid, parent, owner = (int(word) for word in line.split(maxsplit=3)[:3])
         if owner == group or parent in found:
-            found[pid] = line
+            found[pid] = line[:300]
     return found
 
 
@@ -86,7 +82,7 @@ def end(run: subprocess.Popen[bytes]) -> None:
         os.killpg(run.pid, signal.SIGINT)
     with contextlib.suppress(subprocess.TimeoutExpired):
         run.wait(GRACE)
-    for pid in members.keys() & processes().keys():
+    for pid in members:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     run.wait()

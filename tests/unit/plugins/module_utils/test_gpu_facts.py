@@ -237,8 +237,8 @@ def test_sources_of_apt():
     lines = (
         "# deb http://commented.example /\n"
         "deb [arch=amd64 signed-by=/usr/share/keyrings/cuda-archive-keyring.gpg] https://nvidia.example/x86_64/ /\n"
-        "deb-src http://deb.debian.org/debian bookworm main\n"
-        "deb http://deb.debian.org/debian bookworm main contrib\n"
+        "deb-src http://debian.example/debian bookworm main\n"
+        "deb http://debian.example/debian bookworm main contrib\n"
     )
     assert facts.parse_source_lines(lines) == [
         {
@@ -246,7 +246,7 @@ def test_sources_of_apt():
             "suites": ["/"],
             "signed_by": "/usr/share/keyrings/cuda-archive-keyring.gpg",
         },
-        {"url": "http://deb.debian.org/debian", "suites": ["bookworm"], "signed_by": None},
+        {"url": "http://debian.example/debian", "suites": ["bookworm"], "signed_by": None},
     ]
     stanzas = (
         "# first\nTypes: deb deb-src\nURIs: http://a.example\n http://b.example\nSuites: x y\nComponents: main\n"
