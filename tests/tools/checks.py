@@ -20,6 +20,7 @@ import contextlib
 import json
 import os
 import re
+import select
 import shutil
 import signal
 import subprocess
@@ -77,15 +78,23 @@ def family(group: int) -> dict[int, str]:
 
 def end(run: subprocess.Popen[bytes]) -> None:
     """End a command and all that it started; what an interrupt says of where it stood is worth a moment."""
-    members = family(run.pid)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(run.pid, signal.SIGINT)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        run.wait(GRACE)
-    for pid in members:
+    with contextlib.ExitStack() as opened:
+        members = []
+        for pid in family(run.pid):
+            with contextlib.suppress(ProcessLookupError):
+                members.append(os.pidfd_open(pid))
+                opened.callback(os.close, members[-1])
         with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    run.wait()
+            os.killpg(run.pid, signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            run.wait(GRACE)
+        for member in members:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(member, signal.SIGKILL)
+        # A kill is asked for at once and done some time later; one that waits for a device may take for ever.
+        for member in members:
+            select.select([member], [], [], GRACE)
+    run.poll()
 
 
 class Log:

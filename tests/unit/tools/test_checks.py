@@ -14,11 +14,14 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
 
 import checks
 
-# Ignores what an interrupt says, and so does what it started in a session of its own, as Ansible's workers have.
+# Ignores what an interrupt says, and so does what it started in a session of its own, as Ansible's workers have, and
+# with enough memory that its end takes a moment.
 STUBBORN = """
 import pathlib, signal, subprocess, sys, time
 signal.signal(signal.SIGINT, signal.SIG_IGN)
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+heavy = "import time; held = b'x' * 500_000_000; print('held', flush=True); time.sleep(600)"
+child = subprocess.Popen([sys.executable, "-c", heavy], start_new_session=True, stdout=subprocess.PIPE)
+child.stdout.readline()
 pathlib.Path(sys.argv[1]).write_text(str(child.pid))
 print("still at it", flush=True)
 time.sleep(600)
@@ -50,9 +53,9 @@ def lives(pid: int) -> bool:
 
 
 def test_a_command_that_hangs_is_told_and_ended_with_all_that_it_started(log: checks.Log, tmp_path: Path) -> None:
-    log.limit = 3.0
+    log.limit = 6.0
     told = tmp_path / "child"
-    with pytest.raises(checks.CheckError, match=r"did not end within 3 s"):
+    with pytest.raises(checks.CheckError, match=r"did not end within 6 s"):
         log.run(sys.executable, "-c", STUBBORN, told)
     written = log.path.read_text()
     assert "still at it" in written
