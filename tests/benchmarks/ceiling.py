@@ -1,9 +1,9 @@
 # Copyright: (c) 2026, the baremetal.kimi_k3 authors
 # GNU General Public License v3.0+ (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
-"""What this machine can do at most: SHA-256 of bytes in memory, and plain reading past the page cache.
+"""What this machine can do at most: SHA-256 of what is in the processor's cache, and plain reading past the page cache.
 
-ceiling.py hash BYTES        all cores hash as many bytes as that together
+ceiling.py hash BYTES        all cores hash as many bytes as that together, one MiB again and again
 ceiling.py read FILE...      all cores read files, each byte once, with O_DIRECT
 """
 

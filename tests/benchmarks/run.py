@@ -50,6 +50,7 @@ from peers import OURS, Contender, Repository
 REPOSITORY = "lab/benchmark"
 SECTIONS = ["fetch", "verify", "plan", "uplink"]
 GIB = 1 << 30
+CACHED = "one MiB, again and again"
 
 
 class Report:
@@ -199,11 +200,14 @@ def ratio_of(report: Report, section: str, name: str, key: str = "ratio") -> flo
     return found[key] if found else None
 
 
-def bench_fetch(report: Report, repository: Repository, contenders: list[Contender], rounds: int, total: int) -> Path:
-    """Fetch and prove; the last fetch of ours stays for the next section."""
+def bench_fetch(
+    report: Report, repository: Repository, contenders: list[Contender], hashers: list[Contender], rounds: int
+) -> Path:
+    """Fetch and prove; the first fetch of ours stays for the next section."""
     source = sorted((repository.work / "hub" / REPOSITORY / repository.commit).glob("*.safetensors"))
+    total = sum(path.stat().st_size for path in source)
     costs: dict[str, list[Cost]] = {contender.name: [] for contender in contenders}
-    hashing: list[dict[str, float]] = []
+    hashing: dict[str, list[float]] = {hasher.name: [] for hasher in hashers} | {CACHED: []}
     kept = repository.work / "kept"
     for round_number in range(rounds):
         for contender in contenders:
@@ -223,9 +227,12 @@ def bench_fetch(report: Report, repository: Repository, contenders: list[Contend
                 dest.rename(kept)
             else:
                 shutil.rmtree(dest)
-        hashing.append(ceiling("hash", total))
+        for hasher in hashers:
+            warm(source)
+            hashing[hasher.name].append(hasher.action(repository, source[0].parent).cpu)
+        hashing[CACHED].append(ceiling("hash", total)["cpu_s"])
     compare(report, "fetch", "fetch and prove", costs, total)
-    report.values["fetch"]["hashing_alone"] = hashing
+    report.values["fetch"]["hashing_alone_cpu_s"] = hashing
     ours = report.values["fetch"]["contenders"][OURS]["median"]
     against = ratio_of(report, "fetch", "hf download + hf cache verify")
     if against:
@@ -236,10 +243,10 @@ def bench_fetch(report: Report, repository: Repository, contenders: list[Contend
         ratios = [ratio for name in names if (ratio := ratio_of(report, "fetch", name))]
         if ratios:
             report.target("fetch", f"{what} ÷ ours", min(ratios), least=2.5)
-    share = statistics.median(
-        cost.cpu / max(alone["cpu_s"], 1e-3) for cost, alone in zip(costs[OURS], hashing, strict=True)
-    )
-    report.target("fetch", "CPU ÷ hashing alone", share, most=1.5)
+    # No file is hashed as fast as one piece that never leaves the processor's cache, which is the limit of what it can.
+    for name, alone in hashing.items():
+        share = statistics.median(cost.cpu / max(spent, 1e-3) for cost, spent in zip(costs[OURS], alone, strict=True))
+        report.target("fetch", f"CPU ÷ hashing alone ({name})", share, most=1.5)
     report.target("fetch", "peak MiB", ours["peak_bytes"] / 2**20, most=64)
     return kept
 
@@ -270,8 +277,9 @@ def bench_verify(report: Report, repository: Repository, contenders: list[Conten
                 costs[contender.name].append(contender.action(repository, dest))
                 if contender.name == OURS:
                     check_verified(repository)
-            chill(held)
-            ceilings.append((ceiling("hash", total), ceiling("read", *held)))
+                    # At once: a disk is not as fast at one minute as at the next.
+                    chill(held)
+                    ceilings.append((ceiling("hash", total), ceiling("read", *held)))
         compare(report, section, title, costs, total)
         values = report.values[section]
         # A ceiling that something else has pressed down is none: the best of the rounds, on both sides.
@@ -387,7 +395,6 @@ def main() -> int:
         parser.error(f"sections are {', '.join(SECTIONS)}")
     rounds = options.rounds or (1 if options.smoke else 3)
     size = (options.size or (4 if options.smoke else 512)) << 20
-    total = options.files * size
     report = Report()
     absent = peers.prepare(packages=not options.smoke)
     report.values |= {
@@ -413,7 +420,9 @@ def main() -> int:
                 repository = Repository(address["endpoint"], REPOSITORY, commit, digests, work)
                 # The hub hashes its files at the first question: not on anybody's time.
                 request(f"{repository.endpoint}/api/models/{REPOSITORY}/tree/{commit}?recursive=true")
-                dest = bench_fetch(report, repository, present(peers.FETCH, absent), rounds, total)
+                fetchers = peers.FETCH if "fetch" in sections else [peers.FETCH[0]]
+                hashers = present([peers.HASHING], absent)
+                dest = bench_fetch(report, repository, present(fetchers, absent), hashers, rounds)
                 if "verify" in sections:
                     bench_verify(report, repository, present(peers.VERIFY, absent), rounds, dest)
         if "plan" in sections:
